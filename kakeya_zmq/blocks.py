@@ -1,0 +1,104 @@
+"""Blocks and parts of KV state, and what a prefix needs to be usable.
+
+The K/V of each token is stored once, in its block, split into parts by layer group (:class:`wire.messages.PartKind`).
+A prompt of N tokens is captured up to N - 1 (its last token is always run again, so no logits are stored): full blocks
+of ``block_tokens``, then one shorter *tail* block when N - 1 is not a multiple of the block size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from wire.messages import PartKind, PartMeta, PartRef, Requirement
+
+ROOT_HASH = bytes(32)
+"""Parent hash of the first block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One immutable part: its description and its canonical stored bytes (read-only, ``meta.length_bytes`` long)."""
+
+    meta: PartMeta
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class RawPart:
+    """A part as the engine makes and takes it, not yet bound to a hash.
+
+    ``payload`` is a read-only contiguous byte view; its layout belongs to the model (see kakeya_zmq.model) and is fixed by
+    the layer geometry in the fingerprint.
+    """
+
+    kind: PartKind
+    start: int
+    token_count: int
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One link of a prompt's hash chain: tokens [start, start + token_count)."""
+
+    block_hash: bytes
+    parent_hash: bytes
+    start: int
+    token_count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.token_count
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """The blocks of one prompt, in order; the last one may be a tail. ``tokens`` = tokens covered."""
+
+    block_tokens: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.blocks[-1].end if self.blocks else 0
+
+
+def needed_parts(chain: Chain, position: int, requirement: Requirement) -> tuple[PartRef, ...]:
+    """The parts a hit at ``position`` needs, ordered by block, then kind.
+
+    Args:
+        chain: the prompt's blocks.
+        position: token position, the end of one of the chain's blocks, or 0.
+        requirement: the model's.
+
+    Raises:
+        ValueError: ``position`` is not the end of a block of the chain.
+    """
+    if position == 0:
+        return ()
+    if not any(block.end == position for block in chain.blocks):
+        raise ValueError(f"position {position} is not the end of a block")
+    window_start = position - requirement.window_tokens
+    refs: list[PartRef] = []
+    for block in chain.blocks:
+        if block.end > position:
+            break
+        if requirement.full:
+            refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.FULL))
+        in_window = block.end > window_start
+        in_sink = block.start < requirement.sink_tokens
+        if requirement.window_tokens > 0 and (in_window or in_sink):
+            refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.WINDOW))
+        if requirement.state and block.end == position:
+            refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.STATE))
+    return tuple(refs)
+
+
+def bind_parts(chain: Chain, raw_parts: Sequence[RawPart], digest: bytes | None = None) -> tuple[Part, ...]:
+    """Give raw parts their hashes from ``chain`` and their SHA-256 digests.
+
+    Raises:
+        ValueError: a raw part is not exactly one block of the chain.
+    """
+    raise NotImplementedError("the domain helper completes this")

@@ -1,0 +1,116 @@
+"""The compatibility tuple, its fingerprint, and the hash chain of a prompt.
+
+Anything that differs in the tuple is another namespace: a miss, never a conversion. The tuple is derived from the loaded
+model; what an operator passes for it is an assertion that is checked (:func:`check_assertions`), never a replacement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+from kakeya_zmq.blocks import ROOT_HASH, Block, Chain
+from wire.errors import ConfigError, InvalidInput
+
+CACHE_FORMAT_VERSION = "kakeya-zmq-v1"
+"""Layout of parts as stored. A lossy codec appends its own name: another version, thus another namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compatibility:
+    """What two nodes must share for one to use the other's KV. All fields are compared for equality."""
+
+    model_id: str
+    model_revision: str
+    """SHA-256 over configuration and weights."""
+    tokenizer_revision: str
+    """SHA-256 over tokenizer files and chat template."""
+    quantization: str
+    kv_dtype: str
+    cache_format_version: str
+    rope_hash: str
+    layer_geometry_hash: str
+    block_size_tokens: int
+    sink_size: int
+    window_size: int
+    """0 for the model's own cache policy."""
+    tenant_namespace: str
+
+    def fingerprint(self) -> bytes:
+        """32 bytes: SHA-256 of the compact, key-sorted JSON of all fields."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(text.encode("utf-8")).digest()
+
+    def differences(self, other: Compatibility) -> tuple[str, ...]:
+        """Names of the fields that differ, in declaration order."""
+        return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
+
+
+def check_assertions(derived: Compatibility, asserted: Mapping[str, str | int]) -> None:
+    """Check an operator's values against the model's.
+
+    Args:
+        derived: the tuple of the loaded model.
+        asserted: field name to value, only the fields the operator set.
+
+    Raises:
+        ConfigError: a field is unknown or differs; every differing field is named with both values.
+    """
+    known = {f.name for f in fields(Compatibility)}
+    unknown = sorted(set(asserted) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown compatibility field {', '.join(unknown)}", remedy=f"known fields: {', '.join(sorted(known))}"
+        )
+    wrong = [
+        f"{name} is {getattr(derived, name)!r}, not {value!r}"
+        for name, value in asserted.items()
+        if getattr(derived, name) != value
+    ]
+    if wrong:
+        raise ConfigError(
+            f"the loaded model does not match what was asserted: {'; '.join(wrong)}",
+            remedy="load the same model on every node, or drop the assertion",
+        )
+
+
+def chain_hashes(
+    tokens: npt.NDArray[np.int32], fingerprint: bytes, tenant_key: bytes, block_tokens: int, *, tail: bool = True
+) -> Chain:
+    """Cut ``tokens`` into blocks and chain their hashes: h_i = HMAC-SHA256(tenant_key, fingerprint ‖ h_{i-1} ‖ tokens_i).
+
+    The hash of the block before the first is 32 zero bytes; tokens are little-endian int32. A block shorter than
+    ``block_tokens`` is hashed the same way (all other inputs have fixed width, so lengths can't be confused).
+
+    Args:
+        tokens: 1-D int32, any length.
+        fingerprint: 32 bytes.
+        tenant_key: at least 16 bytes.
+        block_tokens: tokens in a full block, > 0.
+        tail: whether a last, shorter block is kept.
+
+    Raises:
+        InvalidInput: block size, fingerprint or tenant key out of range.
+    """
+    if block_tokens <= 0:
+        raise InvalidInput(f"block size must be positive, not {block_tokens}")
+    if len(fingerprint) != 32 or len(tenant_key) < 16:
+        raise InvalidInput("fingerprint must be 32 bytes and the tenant key at least 16")
+    data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+    blocks: list[Block] = []
+    parent = ROOT_HASH
+    for start in range(0, len(tokens), block_tokens):
+        count = min(block_tokens, len(tokens) - start)
+        if count < block_tokens and not tail:
+            break
+        body = fingerprint + parent + data[4 * start : 4 * (start + count)]
+        block_hash = hmac.digest(tenant_key, body, "sha256")
+        blocks.append(Block(block_hash=block_hash, parent_hash=parent, start=start, token_count=count))
+        parent = block_hash
+    return Chain(block_tokens=block_tokens, blocks=tuple(blocks))

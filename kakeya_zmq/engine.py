@@ -1,0 +1,186 @@
+"""The engine's interface: commands in, a stream of small events out; imports no model library.
+
+One implementation runs MLX on the model thread (kakeya_zmq.model.engine), another may run in a child process. An engine
+holds many sessions at once. ``handle`` returns an iterator; each ``next()`` does one bounded step (import, one prefill
+segment, one decode step) and yields one event, so that a runner can interleave sessions and stop between steps. Closing
+the iterator cancels the rest. Engines know token positions, never hashes, stores or peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kakeya_zmq.blocks import RawPart
+from kakeya_zmq.compat import Compatibility
+from wire.messages import Requirement, StopReason
+
+TokenArray: TypeAlias = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the loaded model is, as the rest of the system needs to know it."""
+
+    compatibility: Compatibility
+    requirement: Requirement
+    part_bytes_per_token: tuple[int, int, int]
+    """Bytes of one token in a FULL, WINDOW part; bytes of a whole STATE part."""
+    max_context_tokens: int
+    eos_token_ids: tuple[int, ...]
+    vocabulary_size: int
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """temperature 0 is greedy; top_p 0 and top_k 0 mean off; the seed makes a run repeatable."""
+
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+
+
+# --- commands --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSession:
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPrefix:
+    """Replace the session's KV by the state after ``position`` tokens, built from ``parts``.
+
+    ``parts`` are those that :func:`kakeya_zmq.blocks.needed_parts` names for ``position``, sorted by (start, kind).
+    A failed import leaves the session empty at position 0.
+    """
+
+    session_id: str
+    position: int
+    parts: tuple[RawPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Run ``tokens`` through the model from the session's position on, in segments on the absolute grid.
+
+    ``tokens[0]`` is at the session's position. With ``capture`` each SegmentComputed carries the parts that became
+    complete: every full block, and at the very end a tail if the last position is not on the block grid.
+    """
+
+    session_id: str
+    tokens: TokenArray
+    capture: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Run ``last_token`` (the one prompt token whose KV is not there yet), then decode up to ``max_tokens``.
+
+    After it, the session's position counts every token whose KV it holds. The token sampled last has no KV yet: a
+    following Prefill or Decode starts with it.
+    """
+
+    session_id: str
+    last_token: int
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    sampling: Sampling = field(default_factory=Sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Export the parts of tokens [start, session position) that the session still holds: blocks, then a tail."""
+
+    session_id: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSession:
+    session_id: str
+
+
+Command: TypeAlias = OpenSession | ImportPrefix | Prefill | Decode | Capture | CloseSession
+
+
+# --- events ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReady:
+    """OpenSession and CloseSession are done."""
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixImported:
+    session_id: str
+    position: int
+    elapsed_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentComputed:
+    """One prefill segment is done; the session now stands at ``position``."""
+
+    session_id: str
+    position: int
+    parts: tuple[RawPart, ...]
+    elapsed_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDecoded:
+    session_id: str
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFinished:
+    """``position`` = tokens whose KV the session holds."""
+
+    session_id: str
+    stop_reason: StopReason
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartsCaptured:
+    session_id: str
+    parts: tuple[RawPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CommandFailed:
+    """The command ended early; ``message`` is one line for users. The session stands at ``position``."""
+
+    session_id: str
+    message: str
+    position: int
+
+
+Event: TypeAlias = (
+    SessionReady | PrefixImported | SegmentComputed | TokenDecoded | DecodeFinished | PartsCaptured | CommandFailed
+)
+
+
+class Engine(Protocol):
+    """What runs a model. All methods are called on one thread."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def handle(self, command: Command) -> Iterator[Event]: ...
+
+    def session_kv_bytes(self, session_id: str) -> int: ...
+
+    def close(self) -> None: ...
