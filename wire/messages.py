@@ -159,7 +159,7 @@ class Lookup(_Message, frozen=True, kw_only=True, tag=2):
 
 
 class Fetch(_Message, frozen=True, kw_only=True, tag=3):
-    """Send me these parts. Answered by Progress(TransferGrant), bulk chunks, and Reply(TransferResult) after TransferDone."""
+    """Send me these parts. Progress: TransferGrant; then bulk chunks; Reply: TransferResult, after TransferDone."""
 
     lease_id: Id16
     parts: Annotated[tuple[PartRef, ...], Meta(min_length=1, max_length=limits.PARTS_PER_REQUEST_MAX)]

@@ -1,0 +1,321 @@
+"""Events and effects that the application machines share with their host.
+
+Vocabulary: a *request key* names a request some peer sent us; an *ask* is a request we sent to a node; a *lane* is one
+bulk transfer; a *ticket* is one engine command. All four are chosen by the machine (or, for request keys, by the server
+shell) and are opaque to the host. Everything here is a frozen value; the unions at the end are closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NewType, TypeAlias
+
+from kakeya_zmq.blocks import Part
+from kakeya_zmq.engine import Command, Event
+from wire.errors import FailureCode
+from wire.ids import NodeId
+from wire.messages import (
+    CipherSuite,
+    PartMeta,
+    PartRef,
+    ProgressBody,
+    ReplyBody,
+    RequestBody,
+    TransferGrant,
+    UpdateBody,
+)
+
+RequestKey = NewType("RequestKey", tuple[bytes, int])
+"""(control session id, request id) of a request that a peer sent us."""
+AskId = NewType("AskId", int)
+LaneId = NewType("LaneId", int)
+Ticket = NewType("Ticket", int)
+
+
+# --- events: what happened ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A peer asks us something. ``deadline`` is absolute, seconds on the monotonic clock."""
+
+    key: RequestKey
+    node_id: NodeId
+    roles: tuple[str, ...]
+    body: RequestBody
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateArrived:
+    key: RequestKey
+    body: UpdateBody
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCancelled:
+    """The peer cancelled, vanished or its deadline passed: no answer is wanted any more (none may be sent)."""
+
+    key: RequestKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskReplied:
+    ask: AskId
+    body: ReplyBody
+
+
+@dataclass(frozen=True, slots=True)
+class AskProgressed:
+    ask: AskId
+    body: ProgressBody
+
+
+@dataclass(frozen=True, slots=True)
+class AskFailed:
+    """The ask ended without a reply: failure from the peer, lost connection or deadline (codes tell)."""
+
+    ask: AskId
+    code: FailureCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOpened:
+    """A lane we bound is ready; ``grant`` is what the peer needs to connect."""
+
+    lane: LaneId
+    grant: TransferGrant
+
+
+@dataclass(frozen=True, slots=True)
+class PartsReceived:
+    """Parts that arrived whole and verified on a receiving lane."""
+
+    lane: LaneId
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CreditEarned:
+    """The receiving lane has processed this many bytes: tell the sender."""
+
+    lane: LaneId
+    credit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFinished:
+    """The lane is closed and its thread is gone. ``ok``: everything fed or expected has been handed over."""
+
+    lane: LaneId
+    ok: bool
+    reason: str
+    transferred_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEvent:
+    """The engine produced one event for a command."""
+
+    ticket: Ticket
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class CommandEnded:
+    """The command's iterator is exhausted or was cancelled; no more events follow."""
+
+    ticket: Ticket
+    cancelled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """``deadline()`` has passed."""
+
+
+# --- effects: what the host must do ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendReply:
+    key: RequestKey
+    body: ReplyBody
+
+
+@dataclass(frozen=True, slots=True)
+class SendProgress:
+    key: RequestKey
+    body: ProgressBody
+
+
+@dataclass(frozen=True, slots=True)
+class SendFailure:
+    key: RequestKey
+    code: FailureCode
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Send ``body`` to a node; answered by AskProgressed*, then exactly one AskReplied or AskFailed."""
+
+    ask: AskId
+    node_id: NodeId
+    body: RequestBody
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendUpdate:
+    ask: AskId
+    body: UpdateBody
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAsk:
+    """Tell the peer to stop; no further events follow for this ask."""
+
+    ask: AskId
+
+
+@dataclass(frozen=True, slots=True)
+class BindSender:
+    """Serve one transfer: bind a one-shot PUSH, answer with LaneOpened. Feed it with FeedSender."""
+
+    lane: LaneId
+    suite: CipherSuite
+    chunk_bytes: int
+    credit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectSender:
+    """Push ``parts`` to the peer behind ``node_id`` that granted us a publish; the lane finishes by itself."""
+
+    lane: LaneId
+    node_id: NodeId
+    grant: TransferGrant
+    credit_bytes: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedSender:
+    """Queue parts on a sending lane; ``final``: nothing follows."""
+
+    lane: LaneId
+    parts: tuple[Part, ...]
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AddCredit:
+    """The receiver has processed this many bytes: the sending lane may send as many more."""
+
+    lane: LaneId
+    credit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BindReceiver:
+    """Accept one publish: bind a one-shot PULL for exactly these parts, answer with LaneOpened; digests are verified."""
+
+    lane: LaneId
+    suite: CipherSuite
+    chunk_bytes: int
+    expected: tuple[PartMeta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectReceiver:
+    """Pull a granted transfer from the peer behind ``node_id``; parts not in ``wanted`` are a protocol violation."""
+
+    lane: LaneId
+    node_id: NodeId
+    grant: TransferGrant
+    wanted: tuple[PartRef, ...]
+    budget_bytes: int
+    idle_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CloseLane:
+    """The transfer is over (``ok``) or given up; LaneFinished follows."""
+
+    lane: LaneId
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunCommand:
+    """Run an engine command; answered by CommandEvent*, then CommandEnded."""
+
+    ticket: Ticket
+    command: Command
+
+
+@dataclass(frozen=True, slots=True)
+class CancelCommand:
+    """Stop a command at its next step; CommandEnded follows."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Add to a counter (names in docs/telemetry.md)."""
+
+    name: str
+    amount: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A noteworthy event for status and log: one line, no prompt, token, hash, key or address in it."""
+
+    level: str
+    """"info", "warning" or "error"."""
+    text: str
+    fields: Mapping[str, int | float | str | bool] | None = None
+
+
+HostEvent: TypeAlias = (
+    RequestArrived
+    | UpdateArrived
+    | RequestCancelled
+    | AskReplied
+    | AskProgressed
+    | AskFailed
+    | LaneOpened
+    | PartsReceived
+    | CreditEarned
+    | LaneFinished
+    | CommandEvent
+    | CommandEnded
+    | Tick
+)
+
+Effect: TypeAlias = (
+    SendReply
+    | SendProgress
+    | SendFailure
+    | Ask
+    | SendUpdate
+    | CancelAsk
+    | BindSender
+    | ConnectSender
+    | FeedSender
+    | AddCredit
+    | BindReceiver
+    | ConnectReceiver
+    | CloseLane
+    | RunCommand
+    | CancelCommand
+    | Count
+    | Note
+)
