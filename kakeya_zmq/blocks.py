@@ -7,6 +7,7 @@ of ``block_tokens``, then one shorter *tail* block when N - 1 is not a multiple 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -95,10 +96,52 @@ def needed_parts(chain: Chain, position: int, requirement: Requirement) -> tuple
     return tuple(refs)
 
 
-def bind_parts(chain: Chain, raw_parts: Sequence[RawPart], digest: bytes | None = None) -> tuple[Part, ...]:
-    """Give raw parts their hashes from ``chain`` and their SHA-256 digests.
+def bind_parts(chain: Chain, raw_parts: Sequence[RawPart]) -> tuple[Part, ...]:
+    """Give raw parts their hashes from ``chain`` and their SHA-256 digests; the payload buffers are shared, not copied.
+
+    Args:
+        chain: the prompt's blocks; may reach further than the parts.
+        raw_parts: in any order; each covers exactly one block. Payloads are C-contiguous and not empty.
 
     Raises:
-        ValueError: a raw part is not exactly one block of the chain.
+        ValueError: a raw part is not exactly one block of the chain, or its payload is empty or not contiguous.
     """
-    raise NotImplementedError("the domain helper completes this")
+    by_span = {(block.start, block.token_count): block for block in chain.blocks}
+    return tuple(_bind(by_span, raw) for raw in raw_parts)
+
+
+def _bind(by_span: dict[tuple[int, int], Block], raw: RawPart) -> Part:
+    block = by_span.get((raw.start, raw.token_count))
+    if block is None:
+        raise ValueError(f"tokens {raw.start}..{raw.start + raw.token_count} are not one block of the chain")
+    payload = byte_view(raw.payload)
+    meta = PartMeta(
+        block_hash=block.block_hash,
+        parent_hash=block.parent_hash,
+        kind=raw.kind,
+        start=block.start,
+        token_count=block.token_count,
+        length_bytes=payload.nbytes,
+        digest=hashlib.sha256(payload).digest(),
+    )
+    return Part(meta=meta, payload=payload)
+
+
+def raw_part(part: Part) -> RawPart:
+    """What the engine takes: the part without its hashes; the payload is shared."""
+    meta = part.meta
+    return RawPart(kind=meta.kind, start=meta.start, token_count=meta.token_count, payload=part.payload)
+
+
+def byte_view(buffer: bytes | memoryview) -> memoryview:
+    """A read-only, one-dimensional view of unsigned bytes over ``buffer``, without a copy.
+
+    Raises:
+        ValueError: the buffer is empty or not C-contiguous.
+    """
+    view = memoryview(buffer)
+    if not view.c_contiguous or view.nbytes == 0:
+        raise ValueError("a payload must be contiguous and not empty")
+    if view.ndim != 1 or view.format != "B":
+        view = view.cast("B")
+    return view.toreadonly()

@@ -96,8 +96,10 @@ def chain_hashes(
         tail: whether a last, shorter block is kept.
 
     Raises:
-        InvalidInput: block size, fingerprint or tenant key out of range.
+        InvalidInput: block size, fingerprint or tenant key out of range; tokens not 1-D, or not int32.
     """
+    if tokens.ndim != 1 or tokens.dtype.newbyteorder("<") != np.dtype("<i4"):
+        raise InvalidInput("tokens must be one row of int32")
     if block_tokens <= 0:
         raise InvalidInput(f"block size must be positive, not {block_tokens}")
     if len(fingerprint) != 32 or len(tenant_key) < 16:
@@ -109,8 +111,16 @@ def chain_hashes(
         count = min(block_tokens, len(tokens) - start)
         if count < block_tokens and not tail:
             break
-        body = fingerprint + parent + data[4 * start : 4 * (start + count)]
-        block_hash = hmac.digest(tenant_key, body, "sha256")
-        blocks.append(Block(block_hash=block_hash, parent_hash=parent, start=start, token_count=count))
-        parent = block_hash
+        digest = _digest(fingerprint, parent, data[4 * start : 4 * (start + count)], tenant_key)
+        blocks.append(Block(block_hash=digest, parent_hash=parent, start=start, token_count=count))
+        parent = digest
     return Chain(block_tokens=block_tokens, blocks=tuple(blocks))
+
+
+def block_hash(tokens: npt.NDArray[np.int32], fingerprint: bytes, parent_hash: bytes, tenant_key: bytes) -> bytes:
+    """Hash of one block (or tail) of tokens under a given parent: one link of :func:`chain_hashes`."""
+    return _digest(fingerprint, parent_hash, np.ascontiguousarray(tokens, dtype="<i4").tobytes(), tenant_key)
+
+
+def _digest(fingerprint: bytes, parent_hash: bytes, token_bytes: bytes, tenant_key: bytes) -> bytes:
+    return hmac.digest(tenant_key, fingerprint + parent_hash + token_bytes, "sha256")

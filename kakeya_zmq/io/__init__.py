@@ -1,1 +1,1 @@
-"""."""
+"""Sockets and threads: the only folder that imports zmq."""

@@ -126,10 +126,14 @@ class CommandEvent:
 
 @dataclass(frozen=True, slots=True)
 class CommandEnded:
-    """The command's iterator is exhausted or was cancelled; no more events follow."""
+    """The command's iterator is exhausted or was cancelled; no more events follow.
+
+    ``position`` = tokens whose KV the command's session holds now; None when the session no longer exists.
+    """
 
     ticket: Ticket
     cancelled: bool
+    position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,8 @@
+"""``python -m daemons`` is the ``kakeya`` command."""
+
+import sys
+
+from daemons.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,422 @@
+"""The ``kakeya`` command: one entry, subcommands, errors as one clear line with a documented exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from daemons.console import Console, fail
+from kakeya_zmq import __version__
+from kakeya_zmq.options import Option, options_for
+from wire.errors import (
+    AuthenticationError,
+    ConfigError,
+    FailureCode,
+    InvalidInput,
+    KakeyaError,
+    PortInUseError,
+    SecretFileError,
+)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_UNAVAILABLE = 3
+EXIT_NOT_AUTHENTICATED = 4
+EXIT_PORT_IN_USE = 5
+EXIT_INTERRUPTED = 130
+
+EPILOG = """\
+start here:
+  kakeya demo                 set up a fleet on this machine and watch one prompt answered four ways
+  kakeya up                   start primary, worker and cache peer in the background
+  kakeya chat                 talk to the primary; every turn says what it cost
+  kakeya status               what runs, who knows whom, what was reused
+  kakeya down                 stop the fleet
+
+exit codes:
+  0 done   1 the request failed   2 bad input or settings   3 nothing answers or no capacity
+  4 key missing, unusable or not accepted   5 an address is in use   130 interrupted
+
+files (under ~/.kakeya, or $KAKEYA_HOME):
+  fleet.psk                   the fleet's pre-shared key, mode 0600
+  tenants/NAME.key            a tenant's key for prompt hashes, mode 0600
+  nodes/NODE/identity.key     a node's identity, mode 0600
+  logs/  run/                 logs and state of `kakeya up`
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are one line, without the usage text, and exit with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message, remedy=f"see `{self.prog} --help`")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. No traceback reaches the user unless KAKEYA_DEBUG is set."""
+    try:
+        options = build_parser().parse_args(arguments)
+        code: int = options.run(options)
+        return code
+    except KeyboardInterrupt:
+        fail("interrupted")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output went away; there is nobody left to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except KakeyaError as error:
+        if os.environ.get("KAKEYA_DEBUG"):
+            raise
+        fail(str(error))
+        return exit_code(error)
+    except Exception as error:
+        if os.environ.get("KAKEYA_DEBUG"):
+            raise
+        fail(f"internal error: {type(error).__name__} (set KAKEYA_DEBUG=1 to see where, and please report it)")
+        return EXIT_FAILED
+
+
+def exit_code(error: KakeyaError) -> int:
+    """The documented exit code of an error."""
+    if isinstance(error, SecretFileError | AuthenticationError) or error.code is FailureCode.UNAUTHENTICATED:
+        return EXIT_NOT_AUTHENTICATED
+    if isinstance(error, PortInUseError):
+        return EXIT_PORT_IN_USE
+    if isinstance(error, InvalidInput) or error.code in (FailureCode.INVALID_ARGUMENT, FailureCode.NOT_FOUND):
+        return EXIT_BAD_INPUT
+    if error.code in (FailureCode.UNAVAILABLE, FailureCode.DEADLINE_EXCEEDED, FailureCode.RESOURCE_EXHAUSTED):
+        return EXIT_UNAVAILABLE
+    return EXIT_FAILED
+
+
+# --- parsers -----------------------------------------------------------------------------------------------------
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _command_parser(None, "kakeya", "Share prompt prefill between machines that run the same MLX model.", EPILOG)
+    parser.add_argument("--version", action="version", version=f"kakeya-zmq {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    _add_fleet_commands(commands)
+    _add_chat(commands)
+    _add_daemons(commands)
+    _add_key(commands)
+    _add_model(commands)
+    return parser
+
+
+def _command_parser(commands: Any, name: str, description: str, examples: str) -> argparse.ArgumentParser:
+    shared: dict[str, Any] = {
+        "description": description,
+        "epilog": examples,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+        "allow_abbrev": False,
+    }
+    if commands is None:
+        return _Parser(prog=name, **shared)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=description[0].lower() + description[1:].rstrip("."), **shared
+    )
+    return parser
+
+
+def _add_fleet_commands(commands: Any) -> None:
+    demo = _command_parser(
+        commands,
+        "demo",
+        "Answer one long prompt four ways with a fleet on this machine.",
+        "examples:\n  kakeya demo                leave the fleet running afterwards\n"
+        "  kakeya demo --once --json  stop it, and print one JSON object as the last line\n",
+    )
+    demo.add_argument("--once", action="store_true", help="stop the fleet at the end")
+    demo.add_argument("--model", default="", metavar="FOLDER", help="MLX model folder (default: the demo model)")
+    _json_flag(demo)
+    demo.set_defaults(run=_run_demo)
+    up = _command_parser(
+        commands,
+        "up",
+        "Start primary, worker and cache peer in the background.",
+        "examples:\n  kakeya up\n  kakeya up --model ~/models/Qwen3-8B-4bit --ephemeral\n",
+    )
+    up.add_argument("--model", default="", metavar="FOLDER", help="MLX model folder (default: the demo model)")
+    up.add_argument("--ephemeral", action="store_true", help="use free ports instead of 51051, 52051 and 53051")
+    _json_flag(up)
+    up.set_defaults(run=_run_up)
+    down = _command_parser(commands, "down", "Stop the fleet that `kakeya up` started.", "example:\n  kakeya down\n")
+    down.set_defaults(run=_run_down)
+    status = _command_parser(
+        commands,
+        "status",
+        "Show what runs, who knows whom, and what was reused.",
+        "examples:\n  kakeya status\n  kakeya status --address 192.168.1.20:51051 --json\n",
+    )
+    status.add_argument(
+        "--address", action="append", default=[], metavar="HOST:PORT", help="a node to ask (default: the local fleet)"
+    )
+    _psk_flag(status)
+    _json_flag(status)
+    status.set_defaults(run=_run_status)
+
+
+def _add_chat(commands: Any) -> None:
+    chat = _command_parser(
+        commands,
+        "chat",
+        "Talk to the primary.",
+        "examples:\n  kakeya chat\n  kakeya chat -m 'The capital of France is' --max-tokens 20 --json\n"
+        "  kakeya chat --address 192.168.1.20:51051 --temperature 0.7 --seed 7\n",
+    )
+    chat.add_argument("-m", "--message", metavar="TEXT", help="say one thing, print the answer and leave")
+    chat.add_argument("--address", default="", metavar="HOST:PORT", help="the primary (default: the local fleet's)")
+    chat.add_argument(
+        "--model", default="", metavar="FOLDER", help="folder with the model's tokenizer (default: the demo model)"
+    )
+    chat.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (default 256)")
+    chat.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    chat.add_argument("--top-p", type=float, default=0.0, help="0 is off (default)")
+    chat.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    chat.add_argument("--seed", type=int, help="makes sampling repeatable")
+    chat.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer (default: a new user turn)")
+    _psk_flag(chat)
+    _json_flag(chat)
+    chat.set_defaults(run=_run_chat)
+
+
+DAEMON_TEXTS = {
+    "primary": (
+        "Run a primary: serve sessions and decode.",
+        "examples:\n  kakeya primary --bind 0.0.0.0:51051 --advertise 192.168.1.20:51051 --model ~/models/Qwen3-8B-4bit\n"
+        "  kakeya primary --peer 192.168.1.21:53051 --prefill-policy remote-required\n",
+    ),
+    "worker": (
+        "Run a prefill worker: compute prompts for others.",
+        "example:\n  kakeya worker --bind 0.0.0.0:53051 --advertise 192.168.1.21:53051 --peer 192.168.1.20:51051 \\\n"
+        "      --model ~/models/Qwen3-8B-4bit --cache-gb 8\n",
+    ),
+    "cache": (
+        "Run a cache peer: hold KV for others, without a model.",
+        "example:\n  kakeya cache --bind 0.0.0.0:52051 --advertise 192.168.1.22:52051 --peer 192.168.1.20:51051 \\\n"
+        "      --cache-gb 8\n",
+    ),
+}
+
+
+def _add_daemons(commands: Any) -> None:
+    for role, (description, examples) in DAEMON_TEXTS.items():
+        parser = _command_parser(
+            commands,
+            role,
+            description,
+            examples + "\nEvery setting can also come from the environment (KAKEYA_…) or from the file given by --config;\n"
+            "a flag wins over the environment, which wins over the file.\n",
+        )
+        parser.add_argument("--config", default="", metavar="FILE", help="TOML file with settings")
+        for option in options_for(role):
+            _add_option(parser, option)
+        parser.set_defaults(run=_run_daemon, role=role)
+
+
+def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
+    default = "" if option.default in ("", ()) else f" (default {option.default})"
+    text = f"{option.help}{default}".replace("%", "%%")
+    if option.kind == "list":
+        parser.add_argument(option.flag, action="append", default=None, metavar="VALUE", help=text)
+    elif option.kind == "choice":
+        parser.add_argument(option.flag, default=None, metavar="{" + ",".join(option.choices) + "}", help=text)
+    else:
+        parser.add_argument(option.flag, default=None, metavar=option.kind.upper(), help=text)
+
+
+def _add_key(commands: Any) -> None:
+    key = _command_parser(
+        commands,
+        "key",
+        "Make the fleet's key, or show the state of the keys.",
+        "examples:\n  kakeya key new      make ~/.kakeya/fleet.psk; copy it to every machine of the fleet\n"
+        "  kakeya key show     whether the keys are there and safe; never shows a key itself\n",
+    )
+    key.add_argument("action", choices=("new", "show"))
+    _psk_flag(key)
+    _json_flag(key)
+    key.set_defaults(run=_run_key)
+
+
+def _add_model(commands: Any) -> None:
+    model = _command_parser(
+        commands,
+        "model",
+        "Prepare the demo model.",
+        "example:\n  kakeya model prepare    convert Gemma 3 270M once (about 1 GB on disk), verified by digests\n",
+    )
+    model.add_argument("action", choices=("prepare",))
+    model.add_argument("--verify", action="store_true", help="check the digest of every file of a model prepared before")
+    _json_flag(model)
+    model.set_defaults(run=_run_model)
+
+
+def _json_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line of standard output")
+
+
+def _psk_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--fleet-psk-file", default="", metavar="FILE", help="the fleet's key (default: ~/.kakeya/fleet.psk)"
+    )
+
+
+# --- commands: imports are inside, so that --help and `status` need no model library ----------------------------------
+
+
+def _psk_file(options: argparse.Namespace) -> Path:
+    from daemons.fleet import default_psk_file
+
+    named = options.fleet_psk_file or os.environ.get("KAKEYA_FLEET_PSK_FILE", "")
+    return Path(named).expanduser() if named else default_psk_file()
+
+
+def _run_daemon(options: argparse.Namespace) -> int:
+    from daemons.run import run_daemon, set_up_logging
+    from kakeya_zmq.config import resolve_settings
+
+    flags = {option.name: getattr(options, option.name) for option in options_for(options.role)}
+    file = Path(options.config).expanduser() if options.config else None
+    settings = resolve_settings(options.role, flags, file=file).settings
+    set_up_logging(settings.log_level)
+    match options.role:
+        case "primary":
+            from daemons.primary import Primary
+
+            return run_daemon(settings, lambda reactor: Primary(reactor, settings))
+        case "worker":
+            from daemons.worker import Worker
+
+            return run_daemon(settings, lambda reactor: Worker(reactor, settings))
+        case _:
+            from daemons.cache import Cache
+
+            return run_daemon(settings, lambda reactor: Cache(reactor, settings))
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    from daemons import fleet
+    from daemons.demonstration import demonstrate
+
+    console = Console(json_mode=options.json)
+    folder = _prepared_model(console, options.model)
+    plan = _local_plan(str(folder) if options.model else "", ephemeral=False)
+    try:
+        _show_members(console, fleet.start_fleet(plan, console.say))
+        outcome = demonstrate(console, fleet.default_psk_file(), folder)
+    finally:
+        if options.once:
+            fleet.stop_fleet(console.say)
+    if not options.once:
+        console.say("\nthe fleet keeps running: try `kakeya status`, `kakeya chat`; `kakeya down` stops it")
+    if options.json:
+        console.result(outcome.as_json())
+    return EXIT_OK if outcome.ok else EXIT_FAILED
+
+
+def _run_up(options: argparse.Namespace) -> int:
+    from daemons import fleet
+
+    console = Console(json_mode=options.json)
+    _prepared_model(console, options.model)
+    members = fleet.start_fleet(_local_plan(options.model, ephemeral=options.ephemeral), console.say)
+    _show_members(console, members)
+    if options.json:
+        console.result(
+            {"members": [{"role": m.role, "node_id": m.node_id, "address": m.address, "pid": m.pid} for m in members]}
+        )
+    return EXIT_OK
+
+
+def _local_plan(model: str, *, ephemeral: bool) -> Any:
+    from daemons.fleet import FleetPlan
+
+    # Two processes that share one machine's cores slow each other down many times over unless each keeps to its share.
+    threads = str(max(1, (os.cpu_count() or 2) // 2))
+    extra = tuple((role, ("--blas-threads", threads)) for role in ("primary", "worker"))
+    return FleetPlan(model=str(Path(model).expanduser().resolve()) if model else "", ephemeral=ephemeral, extra=extra)
+
+
+def _prepared_model(console: Console, model: str) -> Path:
+    if model:
+        return Path(model).expanduser()
+    from kakeya_zmq.demo.prepare import prepare_demo_model
+
+    with console.progress("demo model") as show:
+        return prepare_demo_model(on_progress=lambda step, share: show(round(share * 100), 100))
+
+
+def _show_members(console: Console, members: Sequence[Any]) -> None:
+    rows = [(m.role, m.node_id, m.address, str(m.pid)) for m in members]
+    console.table("the fleet", ("role", "node", "listens on", "process"), rows)
+
+
+def _run_down(options: argparse.Namespace) -> int:
+    from daemons import fleet
+
+    console = Console()
+    count = fleet.stop_fleet(console.say)
+    console.say(f"stopped {count} processes" if count else "no fleet was running")
+    return EXIT_OK
+
+
+def _run_status(options: argparse.Namespace) -> int:
+    from daemons.status import show_status
+
+    return show_status(Console(json_mode=options.json), tuple(options.address), _psk_file(options))
+
+
+def _run_chat(options: argparse.Namespace) -> int:
+    from daemons import fleet
+    from daemons.chat import ChatOptions, run_chat
+    from kakeya_zmq.demo.prepare import demo_model_folder
+    from kakeya_zmq.io.sockets import parse_address
+
+    address = parse_address(options.address) if options.address else fleet.primary_address()
+    chat_options = ChatOptions(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        seed=options.seed,
+        stop=tuple(options.stop) if options.stop else ChatOptions().stop,
+    )
+    folder = Path(options.model).expanduser() if options.model else demo_model_folder()
+    return run_chat(Console(json_mode=options.json), address, _psk_file(options), folder, chat_options, options.message)
+
+
+def _run_key(options: argparse.Namespace) -> int:
+    from daemons.keys_command import key_states
+    from wire.keys import FleetKey, write_secret_file
+
+    console = Console(json_mode=options.json)
+    path = _psk_file(options)
+    if options.action == "new":
+        write_secret_file(path, FleetKey.generate())
+        console.say("made a new fleet key (mode 0600); copy it to every machine of the fleet over a safe channel")
+    states = key_states(path)
+    console.table("keys", ("key", "state"), [(state["key"], state["state"]) for state in states])
+    if options.json:
+        console.result({"keys": states})
+    return EXIT_OK if all(state["usable"] for state in states) else EXIT_NOT_AUTHENTICATED
+
+
+def _run_model(options: argparse.Namespace) -> int:
+    from kakeya_zmq.demo.prepare import prepare_demo_model
+
+    console = Console(json_mode=options.json)
+    with console.progress("demo model") as show:
+        folder = prepare_demo_model(on_progress=lambda step, share: show(round(share * 100), 100), verify=options.verify)
+    console.say(f"the demo model is ready in {folder}")
+    if options.json:
+        console.result({"folder": str(folder)})
+    return EXIT_OK

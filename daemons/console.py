@@ -1,0 +1,70 @@
+"""What the ``kakeya`` command shows: lines, tables, progress, streamed text.
+
+With ``--json`` everything for people goes to standard error, so that standard output holds the JSON object alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console as RichConsole
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+class Console:
+    """One command's output."""
+
+    def __init__(self, *, json_mode: bool = False) -> None:
+        self.json_mode = json_mode
+        self._rich = RichConsole(stderr=json_mode, highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._rich.print(text, markup=False)
+
+    def stream(self, piece: str) -> None:
+        """Text as it comes, without a line end of its own."""
+        if piece:
+            self._rich.print(piece, end="", markup=False)
+            self._rich.file.flush()
+
+    def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        table = Table(title=title or None, title_justify="left")
+        for index, head in enumerate(heads):
+            table.add_column(head, justify="left" if index == 0 else "right")
+        for row in rows:
+            table.add_row(*row)
+        self._rich.print(table)
+
+    def result(self, value: object) -> None:
+        """The JSON object of ``--json``: the last line of standard output."""
+        sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        sys.stdout.flush()
+
+    @contextlib.contextmanager
+    def progress(self, what: str) -> Iterator[Callable[[float, float], None]]:
+        """A bar while a long step runs: call it with (done, total). Silent where there is no terminal."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal) as bar:
+            task = bar.add_task(what, total=None)
+
+            def show(done: float, total: float) -> None:
+                bar.update(task, completed=int(done), total=int(total))
+
+            yield show
+
+
+def fail(message: str) -> None:
+    """The one line an error gets."""
+    sys.stderr.write(f"kakeya: {message}\n")
+    sys.stderr.flush()

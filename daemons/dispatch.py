@@ -1,0 +1,300 @@
+"""Carries effects of the protocol machines out, and brings what comes of them back as events.
+
+The dispatcher remembers which machine sent an ask, opened a lane, drew a ticket or answers a request, so that every event
+finds its way home. It runs on the reactor's thread; lanes and the engine's runner reach it through ``Reactor.post``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kakeya_zmq.engine_runner import EngineRunner
+from kakeya_zmq.io.control_client import ControlClient, OutgoingRequest
+from kakeya_zmq.io.control_server import IncomingRequest
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.protocol import effects as fx
+from wire.errors import FailureCode, KakeyaError
+from wire.ids import NodeId
+from wire.messages import ProgressBody, ReplyBody, UpdateBody
+
+_log = logging.getLogger(__name__)
+
+
+class Machine(Protocol):
+    """What the dispatcher drives."""
+
+    def on(self, event: Any, now: float) -> Sequence[Any]: ...
+
+    def deadline(self) -> float | None: ...
+
+
+class Lanes(Protocol):
+    """The bulk shell (daemons.bulk)."""
+
+    def bind_sender(self, effect: fx.BindSender) -> None: ...
+
+    def connect_sender(self, effect: fx.ConnectSender, host: str) -> None: ...
+
+    def bind_receiver(self, effect: fx.BindReceiver) -> None: ...
+
+    def connect_receiver(self, effect: fx.ConnectReceiver, host: str) -> None: ...
+
+    def feed(self, effect: fx.FeedSender) -> None: ...
+
+    def add_credit(self, effect: fx.AddCredit) -> None: ...
+
+    def close(self, effect: fx.CloseLane) -> None: ...
+
+
+class Dispatcher:
+    """Joins machines with sockets, lanes and the engine.
+
+    Args:
+        find_client: the control connection to a node, or None when there is none that is up.
+        count: adds to a counter.
+        note: remembers a noteworthy event.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        *,
+        find_client: Callable[[NodeId], ControlClient | None],
+        count: Callable[[str, int], None],
+        note: Callable[[str, str], None],
+    ) -> None:
+        self._reactor = reactor
+        self._find_client = find_client
+        self._count = count
+        self._note = note
+        self._services: list[tuple[Callable[[Any], bool], Machine]] = []
+        self._extra: dict[int, Callable[[object], bool]] = {}
+        self._requests: dict[fx.RequestKey, tuple[Machine, IncomingRequest]] = {}
+        self._asks: dict[fx.AskId, tuple[Machine, OutgoingRequest]] = {}
+        self._lane_owners: dict[fx.LaneId, Machine] = {}
+        self._ticket_owners: dict[fx.Ticket, Machine] = {}
+        self.lanes: Lanes | None = None
+        self.runner: EngineRunner | None = None
+
+    # --- set-up ----------------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        machine: Machine,
+        *,
+        handles: Callable[[Any], bool] | None = None,
+        extra: Callable[[object], bool] | None = None,
+    ) -> None:
+        """Drive a machine.
+
+        Args:
+            handles: which request bodies are its business.
+            extra: carries out effects of its own kind; returns whether it knew the effect.
+        """
+        if handles is not None:
+            self._services.append((handles, machine))
+        if extra is not None:
+            self._extra[id(machine)] = extra
+        self._reactor.add_deadline_source(machine.deadline, lambda now: self.feed(machine, fx.Tick()))
+
+    # --- what comes in -----------------------------------------------------------------------------------------------
+
+    def feed(self, machine: Machine, event: object) -> None:
+        """Give a machine an event and carry out what it answers."""
+        self.apply(machine, machine.on(event, self._reactor.clock()))
+
+    def request(self, incoming: IncomingRequest) -> bool:
+        """Route a peer's request; False when no machine handles its body."""
+        machine = next((machine for handles, machine in self._services if handles(incoming.body)), None)
+        if machine is None:
+            return False
+        key = fx.RequestKey((incoming.peer.session_id, incoming.request_id))
+        self._requests[key] = (machine, incoming)
+        incoming.on_update = lambda body: self._updated(key, body)
+        incoming.on_end = lambda reason: self._request_ended(key, reason)
+        event = fx.RequestArrived(
+            key=key,
+            node_id=NodeId(incoming.peer.node_id),
+            roles=tuple(incoming.peer.roles),
+            body=incoming.body,
+            deadline=incoming.deadline,
+        )
+        self.feed(machine, event)
+        return True
+
+    def lane_event(self, event: fx.LaneOpened | fx.PartsReceived | fx.CreditEarned | fx.LaneFinished) -> None:
+        """An event of a lane; called on the reactor's thread."""
+        owner = self._lane_owners.get(event.lane)
+        if isinstance(event, fx.LaneFinished):
+            self._lane_owners.pop(event.lane, None)
+        if owner is not None:
+            self.feed(owner, event)
+
+    def engine_event(self, event: fx.CommandEvent | fx.CommandEnded) -> None:
+        """An event of the engine's runner; called on the reactor's thread."""
+        owner = self._ticket_owners.get(event.ticket)
+        if isinstance(event, fx.CommandEnded):
+            self._ticket_owners.pop(event.ticket, None)
+        if owner is not None:
+            self.feed(owner, event)
+
+    def _updated(self, key: fx.RequestKey, body: UpdateBody) -> None:
+        entry = self._requests.get(key)
+        if entry is not None:
+            self.feed(entry[0], fx.UpdateArrived(key, body))
+
+    def _request_ended(self, key: fx.RequestKey, reason: str) -> None:
+        entry = self._requests.pop(key, None)
+        if entry is not None:
+            self.feed(entry[0], fx.RequestCancelled(key, reason))
+
+    # --- what goes out -----------------------------------------------------------------------------------------------
+
+    def apply(self, machine: Machine, effects: Sequence[object]) -> None:
+        """Carry out a machine's effects, in order."""
+        for effect in effects:
+            try:
+                self._apply_one(machine, effect)
+            except KakeyaError as error:
+                # One effect that cannot be carried out must not keep the others from being carried out.
+                self._count("effect_failures", 1)
+                _log.error("%s could not be carried out: %s", type(effect).__name__, error)
+
+    def _apply_one(self, machine: Machine, effect: object) -> None:
+        match effect:
+            case fx.SendReply() | fx.SendProgress() | fx.SendFailure():
+                self._answer(effect)
+            case fx.Ask() | fx.SendUpdate() | fx.CancelAsk():
+                self._ask(machine, effect)
+            case fx.RunCommand() | fx.CancelCommand():
+                self._run(machine, effect)
+            case fx.Count(name=name, amount=amount):
+                self._count(name, amount)
+            case fx.Note(level=level, text=text):
+                self._note(level, text)
+            case (
+                fx.BindSender()
+                | fx.ConnectSender()
+                | fx.FeedSender()
+                | fx.AddCredit()
+                | fx.BindReceiver()
+                | fx.ConnectReceiver()
+                | fx.CloseLane()
+            ):
+                self._lane(machine, effect)
+            case _:
+                extra = self._extra.get(id(machine))
+                if extra is None or not extra(effect):
+                    raise TypeError(f"nobody carries out {type(effect).__name__}")
+
+    def _answer(self, effect: fx.SendReply | fx.SendProgress | fx.SendFailure) -> None:
+        entry = self._requests.get(effect.key)
+        if entry is None:
+            return
+        incoming = entry[1]
+        match effect:
+            case fx.SendProgress(body=progress):
+                incoming.progress(progress)
+            case fx.SendReply(key=key, body=reply):
+                del self._requests[key]
+                incoming.reply(reply)
+            case fx.SendFailure(key=key, code=code, message=message):
+                del self._requests[key]
+                incoming.fail(code, message)
+
+    def _ask(self, machine: Machine, effect: fx.Ask | fx.SendUpdate | fx.CancelAsk) -> None:
+        match effect:
+            case fx.Ask(ask=ask, node_id=node_id, body=body, timeout_s=timeout_s):
+                client = self._find_client(node_id)
+                if client is None:
+                    failed = fx.AskFailed(ask, FailureCode.UNAVAILABLE, f"{node_id} is not connected")
+                    self._reactor.post(lambda: self.feed(machine, failed))
+                    return
+                self._asks[ask] = (machine, self._send(machine, client, ask, body, timeout_s))
+            case fx.SendUpdate(ask=ask, body=update):
+                entry = self._asks.get(ask)
+                if entry is not None:
+                    entry[1].update(update)
+            case fx.CancelAsk(ask=ask):
+                entry = self._asks.pop(ask, None)
+                if entry is not None:
+                    entry[1].cancel()
+
+    def _send(self, machine: Machine, client: ControlClient, ask: fx.AskId, body: Any, timeout_s: float) -> OutgoingRequest:
+        def replied(reply: ReplyBody) -> None:
+            self._asks.pop(ask, None)
+            self.feed(machine, fx.AskReplied(ask, reply))
+
+        def failed(code: FailureCode, message: str) -> None:
+            self._asks.pop(ask, None)
+            self.feed(machine, fx.AskFailed(ask, code, message))
+
+        def progressed(progress: ProgressBody) -> None:
+            self.feed(machine, fx.AskProgressed(ask, progress))
+
+        return client.request(body, timeout_s=timeout_s, on_reply=replied, on_failure=failed, on_progress=progressed)
+
+    def _run(self, machine: Machine, effect: fx.RunCommand | fx.CancelCommand) -> None:
+        assert self.runner is not None, "an engine command on a node without a model"
+        match effect:
+            case fx.RunCommand(ticket=ticket, command=command):
+                self._ticket_owners[ticket] = machine
+                self.runner.submit(ticket, command)
+            case fx.CancelCommand(ticket=ticket):
+                self.runner.cancel(ticket)
+
+    def _lane(
+        self,
+        machine: Machine,
+        effect: fx.BindSender
+        | fx.ConnectSender
+        | fx.FeedSender
+        | fx.AddCredit
+        | fx.BindReceiver
+        | fx.ConnectReceiver
+        | fx.CloseLane,
+    ) -> None:
+        lanes = self.lanes
+        assert lanes is not None
+        match effect:
+            case fx.BindSender(lane=lane):
+                self._open(machine, lane, lambda: lanes.bind_sender(effect))
+            case fx.BindReceiver(lane=lane):
+                self._open(machine, lane, lambda: lanes.bind_receiver(effect))
+            case fx.ConnectSender(lane=lane, node_id=node_id):
+                self._open(machine, lane, lambda: lanes.connect_sender(effect, self._host_of(node_id)))
+            case fx.ConnectReceiver(lane=lane, node_id=node_id):
+                self._open(machine, lane, lambda: lanes.connect_receiver(effect, self._host_of(node_id)))
+            case fx.FeedSender():
+                lanes.feed(effect)
+            case fx.AddCredit():
+                lanes.add_credit(effect)
+            case fx.CloseLane():
+                lanes.close(effect)
+
+    def _open(self, machine: Machine, lane: fx.LaneId, opening: Callable[[], None]) -> None:
+        self._lane_owners[lane] = machine
+        try:
+            opening()
+        except KakeyaError as error:
+            finished = fx.LaneFinished(lane, ok=False, reason=str(error), transferred_bytes=0)
+            self._reactor.post(lambda: self.lane_event(finished))
+
+    def _host_of(self, node_id: NodeId) -> str:
+        client = self._find_client(node_id)
+        if client is None:
+            raise KakeyaError(f"{node_id} is not connected any more")
+        return client.host
+
+    # --- figures -------------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, int]:
+        """What is open right now: for status and leak tests."""
+        return {
+            "open_requests": len(self._requests),
+            "open_asks": len(self._asks),
+            "open_lanes": len(self._lane_owners),
+            "open_commands": len(self._ticket_owners),
+        }

@@ -1,0 +1,293 @@
+"""A fleet of local processes: ``kakeya up`` starts it, ``kakeya down`` stops it.
+
+What runs is remembered in ``run/fleet.json`` under the Kakeya home. A process id alone is not trusted: a process counts as
+ours only when it started when we noted it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from kakeya_zmq.config import kakeya_home
+from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.options import DEFAULT_PORTS
+from wire.errors import ConfigError, FailureCode, RequestFailed
+from wire.keys import FleetKey, write_secret_file
+
+START_TIMEOUT_SECONDS = 180.0
+STOP_TIMEOUT_SECONDS = 20.0
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One running daemon of the local fleet. ``created`` is the process's start time, seconds since the epoch."""
+
+    role: str
+    node_id: str
+    address: str
+    pid: int
+    created: float
+    log: str
+    arguments: tuple[str, ...]
+
+    @property
+    def alive(self) -> bool:
+        try:
+            process = psutil.Process(self.pid)
+            ours = abs(process.create_time() - self.created) < 2.0
+            return ours and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlan:
+    """What ``kakeya up`` should start. ``model`` empty: the demo model. Extra flags go to the daemon of that role."""
+
+    host: str = "127.0.0.1"
+    ephemeral: bool = False
+    """Free ports instead of the usual ones."""
+    model: str = ""
+    roles: tuple[str, ...] = ("primary", "worker", "cache")
+    extra: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+def run_folder() -> Path:
+    return kakeya_home() / "run"
+
+
+def default_psk_file() -> Path:
+    return kakeya_home() / "fleet.psk"
+
+
+def ensure_psk(path: Path) -> bool:
+    """Make the PSK if there is none; whether one was made."""
+    if path.exists():
+        FleetKey.load(path)
+        return False
+    write_secret_file(path, FleetKey.generate())
+    return True
+
+
+def load_fleet() -> tuple[Member, ...]:
+    """The members noted by the last ``kakeya up``, alive or not."""
+    try:
+        rows = json.loads((run_folder() / "fleet.json").read_text(encoding="utf-8"))
+        return tuple(Member(**{**row, "arguments": tuple(row["arguments"])}) for row in rows)
+    except (OSError, ValueError, TypeError, KeyError):
+        return ()
+
+
+def save_fleet(members: Sequence[Member]) -> None:
+    folder = run_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    temporary = folder / f"fleet.json.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps([asdict(member) for member in members], indent=2), encoding="utf-8")
+    temporary.replace(folder / "fleet.json")
+
+
+def live_members() -> tuple[Member, ...]:
+    return tuple(member for member in load_fleet() if member.alive)
+
+
+def find_member(role: str) -> Member | None:
+    return next((member for member in live_members() if member.role == role), None)
+
+
+def primary_address() -> Address:
+    """Where the local fleet's primary serves: the running one's, else the usual address."""
+    member = find_member("primary")
+    return parse_address(member.address) if member else Address("127.0.0.1", DEFAULT_PORTS["primary"])
+
+
+def start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, ...]:
+    """Start what the plan names and is not running yet; wait until all serve.
+
+    Raises:
+        ConfigError: a daemon refused to start; its last log line says why.
+        RequestFailed: DEADLINE_EXCEEDED, one did not get ready in time.
+    """
+    if ensure_psk(default_psk_file()):
+        tell("made a new fleet key (mode 0600)")
+    running = {member.role: member for member in live_members()}
+    starting: list[Starting] = []
+    try:
+        with contextlib.ExitStack() as undo:
+            # The primary's address must be known to the others, so that they find the fleet through it.
+            seed = running["primary"].address if "primary" in running else ""
+            for role in plan.roles:
+                if role in running:
+                    continue
+                process = start_daemon(role, plan, seed)
+                starting.append(process)
+                undo.callback(process.stop)
+                if role == "primary" and not seed:
+                    seed = process.wait_for_address(tell)
+            for process in starting:
+                running[process.role] = process.wait_ready(tell)
+            undo.pop_all()
+    finally:
+        for process in starting:
+            process.ready_file.unlink(missing_ok=True)
+    members = tuple(running[role] for role in plan.roles if role in running)
+    save_fleet(members)
+    return members
+
+
+class Starting:
+    """A daemon process that is coming up."""
+
+    def __init__(self, role: str, arguments: Sequence[str], ready_file: Path, log: Path, address: str) -> None:
+        self.role = role
+        self.ready_file = ready_file
+        self.log = log
+        self.address = address
+        self.arguments = tuple(arguments)
+        ready_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ready_file.unlink(missing_ok=True)
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._log_start = log.stat().st_size if log.exists() else 0
+        with log.open("ab") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "daemons", role, *arguments, "--ready-file", str(ready_file)],
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                start_new_session=True,
+            )
+
+    def wait_for_address(self, tell: Callable[[str], None]) -> str:
+        """Where it will serve: known at once with a fixed port, else once it is ready."""
+        if not self.address.endswith(":0"):
+            return self.address
+        return self.wait_ready(tell).address
+
+    def wait_ready(self, tell: Callable[[str], None]) -> Member:
+        started = time.monotonic()
+        told = started
+        while time.monotonic() - started < START_TIMEOUT_SECONDS:
+            facts = self._facts()
+            if facts is not None:
+                return self._member(facts)
+            if self.process.poll() is not None:
+                raise ConfigError(f"the {self.role} did not start: {self._last_line()}")
+            if time.monotonic() - told > 5:
+                told = time.monotonic()
+                tell(f"waiting for the {self.role} ({told - started:.0f} s): {self._last_line()}")
+            time.sleep(POLL_SECONDS)
+        text = f"the {self.role} was not ready within {START_TIMEOUT_SECONDS:.0f} s: {self._last_line()}"
+        raise RequestFailed(FailureCode.DEADLINE_EXCEEDED, text)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def _facts(self) -> dict[str, object] | None:
+        try:
+            facts = json.loads(self.ready_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return facts if facts.get("pid") == self.process.pid else None
+
+    def _member(self, facts: dict[str, object]) -> Member:
+        created = psutil.Process(self.process.pid).create_time()
+        return Member(
+            role=self.role,
+            node_id=str(facts["node_id"]),
+            address=str(facts["address"]),
+            pid=self.process.pid,
+            created=created,
+            log=str(self.log),
+            arguments=self.arguments,
+        )
+
+    def _last_line(self) -> str:
+        try:
+            with self.log.open("rb") as stream:
+                stream.seek(self._log_start)
+                lines = stream.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else "no output"
+
+
+def start_daemon(role: str, plan: FleetPlan, seed: str) -> Starting:
+    """Start one daemon of the plan in the background."""
+    port = 0 if plan.ephemeral else DEFAULT_PORTS[role]
+    address = str(Address(plan.host, port))
+    arguments = ["--bind", address, "--node-id", f"local-{role}"]
+    if seed:
+        arguments += ["--peer", seed]
+    if plan.model and role != "cache":
+        arguments += ["--model", plan.model]
+    for name, flags in plan.extra:
+        if name == role:
+            arguments += flags
+    return Starting(role, arguments, run_folder() / f"{role}.ready", kakeya_home() / "logs" / f"{role}.log", address)
+
+
+def restart_member(member: Member, tell: Callable[[str], None]) -> Member:
+    """Stop one daemon and start it again with the same arguments, on the same address."""
+    stop_members([member], tell)
+    arguments = list(member.arguments)
+    arguments[arguments.index("--bind") + 1] = member.address
+    starting = Starting(member.role, arguments, run_folder() / f"{member.role}.ready", Path(member.log), member.address)
+    try:
+        fresh = starting.wait_ready(tell)
+    except BaseException:
+        starting.stop()
+        raise
+    save_fleet([fresh if other.role == member.role else other for other in load_fleet()])
+    return fresh
+
+
+def stop_members(members: Sequence[Member], tell: Callable[[str], None]) -> None:
+    """SIGTERM, wait, then SIGKILL: when this returns none of them runs."""
+    processes: list[psutil.Process] = []
+    for member in members:
+        if not member.alive:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(member.pid)
+            process.terminate()
+            processes.append(process)
+    _, stubborn = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_SECONDS)
+    for process in stubborn:
+        tell(f"process {process.pid} did not stop in time and was killed")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(stubborn, timeout=5.0)
+
+
+def stop_fleet(tell: Callable[[str], None]) -> int:
+    """Stop everything noted; how many were running."""
+    members = live_members()
+    stop_members(members, tell)
+    (run_folder() / "fleet.json").unlink(missing_ok=True)
+    return len(members)
+
+
+@contextlib.contextmanager
+def fleet(plan: FleetPlan, tell: Callable[[str], None]) -> Iterator[tuple[Member, ...]]:
+    """A fleet for the duration of a block."""
+    members = start_fleet(plan, tell)
+    try:
+        yield members
+    finally:
+        stop_fleet(tell)

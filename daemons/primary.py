@@ -1,0 +1,254 @@
+"""The primary: serves inference sessions and does every decode step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from daemons.engine_host import make_runner
+from daemons.node import Node, load_keys
+from kakeya_zmq.blocks import Chain, Part
+from kakeya_zmq.compat import block_hash, chain_hashes
+from kakeya_zmq.config import Settings
+from kakeya_zmq.engine import ModelFacts, TokenArray
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.inference import (
+    ExplainPrompt,
+    InferenceService,
+    InferenceSettings,
+    PreparationRequest,
+    PublishParts,
+)
+from kakeya_zmq.protocol.prepare import PromptPreparation
+from kakeya_zmq.protocol.prepare_values import (
+    PeerView,
+    PreparationSettings,
+    PreparationTask,
+    WorkerView,
+)
+from kakeya_zmq.protocol.publish import Publisher, PublishSettings
+from kakeya_zmq.telemetry import ExplainLog, Value, explanation_line
+from wire.cards import Card
+from wire.ids import NodeId
+from wire.keys import load_or_create_tenant_key
+from wire.limits import GIB
+from wire.messages import CreateSession, PrefillPolicy
+
+POLICIES = {
+    "local-fallback": PrefillPolicy.LOCAL_FALLBACK,
+    "remote-required": PrefillPolicy.REMOTE_REQUIRED,
+    "local-only": PrefillPolicy.LOCAL_ONLY,
+}
+
+
+class Primary:
+    """A :class:`daemons.run.Daemon`.
+
+    Raises:
+        KakeyaError: keys, addresses or the model folder are not usable.
+    """
+
+    def __init__(self, reactor: Reactor, settings: Settings) -> None:
+        self._reactor = reactor
+        self._settings = settings
+        self._tenant_key = load_or_create_tenant_key(Path(settings.tenant_key_file))
+        self.node = Node(reactor, settings, load_keys(settings), roles=("primary",))
+        self._rates = MeasuredRates()
+        self._rates.local.default = settings.local_prefill_tps
+        self._explanations = ExplainLog()
+        self._facts: ModelFacts | None = None
+        self._inference: InferenceService | None = None
+        self._publisher: Publisher | None = None
+        self._ready: Callable[[dict[str, object]], None] = lambda facts: None
+        self._runner = make_runner(
+            reactor, settings, self.node.dispatcher, on_ready=self._engine_ready, on_failed=lambda error: self._fail(error)
+        )
+        self._fail: Callable[[BaseException], None] = lambda error: None
+
+    def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
+        self._ready = ready
+        self._fail = fail
+        self._runner.start()
+
+    def end(self, reason: str) -> None:
+        self.node.close(reason)
+        self._runner.stop(10.0)
+
+    # --- wiring ------------------------------------------------------------------------------------------------------
+
+    def _engine_ready(self, facts: ModelFacts) -> None:
+        node = self.node
+        self._facts = facts
+        node.facts = facts
+        self._publisher = Publisher(
+            PublishSettings(replication_factor=self._settings.cache_replication_factor), node.ids, node.counters.set
+        )
+        self._inference = InferenceService(
+            facts=facts,
+            store=node.store,
+            ids=node.ids,
+            random_bytes=secrets.token_bytes,
+            make_preparation=self._make_preparation,
+            make_chain=self._make_chain,
+            session_kv_bytes=self._runner.kv_bytes,
+            settings=InferenceSettings(capacity=self._settings.capacity, session_idle_s=self._settings.session_idle_s),
+        )
+        node.dispatcher.add(self._publisher, extra=self._carry_out)
+        node.dispatcher.add(self._inference, handles=self._inference.handles, extra=self._carry_out)
+        node.sections.append(self._section)
+        node.open()
+        self._ready({"address": str(node.address), "bus_port": node.bus.port, "model_id": facts.compatibility.model_id})
+
+    def _carry_out(self, effect: object) -> bool:
+        match effect:
+            case ExplainPrompt(explanation=explanation):
+                self._explanations.add(self._reactor.clock(), "prompt", explanation)
+                self.node.note("info", explanation_line(explanation))
+            case PublishParts(parts=parts):
+                self._publish(parts)
+            case _:
+                return False
+        return True
+
+    def _publish(self, parts: tuple[Part, ...]) -> None:
+        assert self._publisher is not None
+        assert self._facts is not None
+        fingerprint = self._facts.compatibility.fingerprint()
+        effects = self._publisher.publish(parts, fingerprint, self._publish_targets(), self._reactor.clock())
+        self.node.dispatcher.apply(self._publisher, effects)
+
+    def _section(self) -> tuple[str, dict[str, Value]]:
+        assert self._inference is not None
+        assert self._facts is not None
+        rates = self._rates
+        return "primary", {
+            "model_id": self._facts.compatibility.model_id,
+            "fingerprint": self._facts.compatibility.fingerprint().hex()[:16],
+            "policy": self._settings.prefill_policy,
+            "sessions": self._inference.session_count,
+            "decoding": self._inference.decoding,
+            "publish_queue": self._publisher.waiting + int(not self._publisher.idle) if self._publisher else 0,
+            "local_prefill_tokens_per_second": round(rates.local.measured or 0.0, 1),
+            "engine_failures": self._runner.failures,
+        }
+
+    # --- preparations ------------------------------------------------------------------------------------------------
+
+    def _make_chain(self, tokens: TokenArray) -> Chain:
+        assert self._facts is not None
+        return chain_hashes(
+            tokens,
+            self._facts.compatibility.fingerprint(),
+            self._tenant_key,
+            self._facts.requirement.block_tokens,
+        )
+
+    def _make_preparation(self, request: PreparationRequest, now: float) -> PromptPreparation:
+        assert self._facts is not None
+        options = request.options
+        facts = self._facts
+        fingerprint = facts.compatibility.fingerprint()
+        policy = options.policy if options.policy is not None else POLICIES[self._settings.prefill_policy]
+        tokens = request.tokens
+
+        def hash_tail(parent_hash: bytes, start: int, count: int) -> bytes:
+            return block_hash(tokens[start : start + count], fingerprint, parent_hash, self._tenant_key)
+
+        task = PreparationTask(
+            session_id=request.engine_session,
+            tokens=tokens,
+            live_position=request.live_position,
+            chain=self._make_chain(tokens[:-1]),
+            facts=facts,
+            fingerprint=fingerprint,
+            policy=policy,
+            publish=options.publish,
+            caches=self._caches(options, now),
+            workers=self._workers(options, now),
+            settings=self._preparation_settings(),
+        )
+        return PromptPreparation(
+            task,
+            store=self.node.store if options.use_local_cache else None,
+            ids=self.node.ids,
+            rates=self._rates,
+            random_bytes=secrets.token_bytes,
+            hash_tail=hash_tail,
+            set_value=self.node.counters.set,
+        )
+
+    def _preparation_settings(self) -> PreparationSettings:
+        settings = self._settings
+        return PreparationSettings(
+            lookup_timeout_s=settings.cache_lookup_timeout_s,
+            fetch_timeout_s=settings.cache_fetch_timeout_s,
+            worker_timeout_s=settings.prefill_worker_timeout_s,
+            remote_minimum_tokens=settings.remote_prefill_min_tokens,
+            max_import_bytes=int(settings.cache_max_import_gb * GIB),
+            minimum_savings_ratio=settings.prefill_min_savings_ratio,
+        )
+
+    def _live_cards(self, options: CreateSession, now: float) -> list[Card]:
+        excluded = set(options.exclude_nodes)
+        return [
+            card
+            for card in self.node.directory.peers(now)
+            if card.node_id not in excluded and self.node.peers.find(card.node_id) is not None
+        ]
+
+    def _round_trip_ms(self, node_id: str) -> float:
+        client = self.node.peers.find(node_id)
+        return (client.round_trip_ms or 0.0) if client is not None else 0.0
+
+    def _caches(self, options: CreateSession, now: float) -> tuple[PeerView, ...]:
+        return tuple(
+            PeerView(
+                node_id=NodeId(card.node_id),
+                round_trip_ms=self._round_trip_ms(card.node_id),
+                megabytes_per_second=self._rates.link_megabytes_per_second(NodeId(card.node_id)),
+            )
+            for card in self._live_cards(options, now)
+            if card.cache is not None and card.cache.entry_count > 0
+        )
+
+    def _workers(self, options: CreateSession, now: float) -> tuple[WorkerView, ...]:
+        assert self._facts is not None
+        fingerprint = self._facts.compatibility.fingerprint()
+        views: list[WorkerView] = []
+        for card in self._live_cards(options, now):
+            worker = card.worker
+            if worker is None or not worker.accepts_jobs:
+                continue
+            if worker.fingerprint != fingerprint:
+                self._note_mismatch(card)
+                continue
+            views.append(
+                WorkerView(
+                    node_id=NodeId(card.node_id),
+                    prefill_tokens_per_second=worker.prefill_tokens_per_second,
+                    queued_tokens=worker.queued_tokens,
+                    round_trip_ms=self._round_trip_ms(card.node_id),
+                    megabytes_per_second=self._rates.link_megabytes_per_second(NodeId(card.node_id)),
+                    free_memory_bytes=worker.ram_bytes_free,
+                )
+            )
+        return tuple(views)
+
+    def _note_mismatch(self, card: Card) -> None:
+        assert self._facts is not None
+        assert card.worker is not None
+        ours = {field: getattr(self._facts.compatibility, field) for field in self._facts.compatibility.__dataclass_fields__}
+        different = [name for name, value in ours.items() if card.worker.compatibility.get(name) != value]
+        self.node.note(
+            "warning", f"worker {card.node_id} is not compatible: {', '.join(different) or 'unknown fields'} differ"
+        )
+
+    def _publish_targets(self) -> tuple[NodeId, ...]:
+        """Cache peers that may get copies: nodes whose only business is to hold KV."""
+        return tuple(
+            NodeId(card.node_id)
+            for card in self.node.directory.peers(self._reactor.clock())
+            if "cache" in card.roles and self.node.peers.find(card.node_id) is not None
+        )

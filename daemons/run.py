@@ -1,0 +1,112 @@
+"""The frame every daemon process runs in: logging, signals, ready file, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Protocol
+
+from kakeya_zmq.config import Settings
+from kakeya_zmq.io.memory import tune_heap
+from kakeya_zmq.io.reactor import Reactor
+
+_log = logging.getLogger(__name__)
+
+
+class Daemon(Protocol):
+    """A role, ready to run on the reactor's thread."""
+
+    def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
+        """Start; call ``ready(facts)`` once it serves, or ``fail(error)`` when it never will."""
+        ...
+
+    def end(self, reason: str) -> None: ...
+
+
+def set_up_logging(level: str) -> None:
+    """One line an event, on standard error: time, level, text. No line holds prompts, tokens, hashes, keys."""
+    logging.basicConfig(
+        level=getattr(logging, level.upper()), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
+    )
+
+
+@contextlib.contextmanager
+def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
+    """Call ``stop(reason)`` at the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            os._exit(128 + number)
+        stop(f"received {signal.Signals(number).name}")
+
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    previous = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def write_ready_file(path: str, facts: dict[str, object]) -> None:
+    """Tell a waiting script where this daemon serves: written whole, then renamed into place."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(facts), encoding="utf-8")
+    temporary.replace(target)
+
+
+def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
+    """Run a role until it is told to stop.
+
+    Returns:
+        Exit code: 0 after a stop that was asked for.
+
+    Raises:
+        KakeyaError: it could not start.
+    """
+    tune_heap()
+    reactor = Reactor()
+    failure: list[BaseException] = []
+    reasons: list[str] = []
+
+    def stop(reason: str) -> None:
+        reasons.append(reason)
+        reactor.stop()
+
+    def ready(facts: dict[str, object]) -> None:
+        described = {"pid": os.getpid(), "role": settings.role, "node_id": settings.node_id, **facts}
+        if settings.ready_file:
+            write_ready_file(settings.ready_file, described)
+        _log.info("%s %s serves on %s", settings.role, settings.node_id, facts.get("address"))
+
+    def fail(error: BaseException) -> None:
+        failure.append(error)
+        reactor.stop()
+
+    daemon: Daemon | None = None
+    try:
+        with stop_signals(stop):
+            daemon = make(reactor)
+            daemon.begin(ready, fail)
+            reactor.run()
+    finally:
+        if daemon is not None:
+            daemon.end(reasons[0] if reasons else "stopping")
+        reactor.close(5.0)
+        if settings.ready_file:
+            Path(settings.ready_file).unlink(missing_ok=True)
+    if failure:
+        raise failure[0]
+    _log.info("stopped: %s", reasons[0] if reasons else "done")
+    return 0

@@ -1,0 +1,99 @@
+"""``kakeya status``: ask nodes what they are doing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from daemons import fleet
+from daemons.console import Console
+from kakeya_zmq.client import Client
+from wire.errors import FailureCode, RequestFailed
+from wire.messages import Status
+
+CONNECT_TIMEOUT_SECONDS = 3.0
+PREFILL_FIGURES = (
+    "local_hits",
+    "remote_hits",
+    "remote_jobs",
+    "remote_job_failures",
+    "tokens_reused",
+    "tokens_computed",
+    "fallbacks",
+    "publish_successes",
+    "publish_failures",
+)
+
+
+def show_status(console: Console, addresses: tuple[str, ...], psk_file: Path) -> int:
+    """Show the given nodes, or the local fleet.
+
+    Returns:
+        0 when every node answered, 3 when one did not or nothing runs, 4 when a key was not accepted.
+
+    Raises:
+        SecretFileError: the PSK file cannot be used.
+    """
+    members = {member.address: member for member in fleet.load_fleet()}
+    targets = addresses or tuple(members)
+    if not targets:
+        console.say("no fleet is running here; start one with `kakeya up`, or name a node with --address")
+        if console.json_mode:
+            console.result({"nodes": []})
+        return 3
+    code = 0
+    answers: list[dict[str, Any]] = []
+    for address in targets:
+        try:
+            status = _ask(address, psk_file)
+        except RequestFailed as error:
+            code = max(code, 4 if error.code is FailureCode.UNAUTHENTICATED else 3)
+            member = members.get(address)
+            where = f"{member.role} at {address}" if member else address
+            stopped = " (its process has ended; see its log)" if member and not member.alive else ""
+            console.say(f"{where}: {error}{stopped}")
+            answers.append({"address": address, "error": str(error)})
+            continue
+        answers.append({"address": address, **msgspec.to_builtins(status)})
+        _show(console, address, status)
+    if console.json_mode:
+        console.result({"nodes": answers})
+    return code
+
+
+def _ask(address: str, psk_file: Path) -> Status:
+    with Client(address, psk_file=psk_file, connect_timeout_s=CONNECT_TIMEOUT_SECONDS) as client:
+        return client.status()
+
+
+def _show(console: Console, address: str, status: Status) -> None:
+    node = status.sections.get("node", {})
+    cache = status.sections.get("cache", {})
+    console.say("")
+    console.say(
+        f"{status.node_id} ({', '.join(status.roles)}) at {address}: {node.get('state')}, up {_figure(node, 'uptime_s')} s"
+    )
+    used, limit = _figure(cache, "bytes_used"), _figure(cache, "max_bytes")
+    console.say(
+        f"  cache    {used / 1e6:.1f} of {limit / 1e6:.0f} MB in {_figure(cache, 'entry_count')} parts, "
+        f"{_figure(cache, 'evictions')} evictions"
+    )
+    prefill = status.sections.get("prefill", {})
+    told = [f"{name.replace('_', ' ')} {prefill[name]}" for name in PREFILL_FIGURES if prefill.get(name)]
+    if told:
+        console.say(f"  prefill  {', '.join(told)}")
+    if prefill.get("last_fallback_reason"):
+        console.say(f"  last fallback  {prefill['last_fallback_reason']}")
+    for row in status.peers:
+        trip = f", {row['round_trip_ms']} ms" if row.get("round_trip_ms") is not None else ""
+        error = f" — {row['error']}" if row.get("error") else ""
+        console.say(f"  peer     {row.get('node_id') or row.get('address')}: {row.get('state')}{trip}{error}")
+    for line in status.recent[-5:]:
+        console.say(f"  event    {line}")
+
+
+def _figure(section: dict[str, Any], name: str) -> float:
+    value = section.get(name)
+    return value if isinstance(value, int | float) else 0

@@ -1,0 +1,109 @@
+"""The prefill worker: takes prefill-only jobs, keeps what it computed in its own cache, never serves users."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from daemons.engine_host import make_runner
+from daemons.node import Node, load_keys
+from kakeya_zmq.config import Settings
+from kakeya_zmq.engine import ModelFacts
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.protocol.work import WorkService, WorkSettings
+from kakeya_zmq.telemetry import Value
+from wire.cards import WorkerOffering
+from wire.keys import load_or_create_tenant_key
+
+DRAIN_SECONDS = 10.0
+
+
+class Worker:
+    """A :class:`daemons.run.Daemon`.
+
+    Raises:
+        KakeyaError: keys, addresses or the model folder are not usable.
+    """
+
+    def __init__(self, reactor: Reactor, settings: Settings) -> None:
+        self._reactor = reactor
+        self._settings = settings
+        self._tenant_key = load_or_create_tenant_key(Path(settings.tenant_key_file))
+        self.node = Node(reactor, settings, load_keys(settings), roles=("worker", "cache-holder"))
+        self._work: WorkService | None = None
+        self._facts: ModelFacts | None = None
+        self._ready: Callable[[dict[str, object]], None] = lambda facts: None
+        self._fail: Callable[[BaseException], None] = lambda error: None
+        self._runner = make_runner(
+            reactor, settings, self.node.dispatcher, on_ready=self._engine_ready, on_failed=lambda error: self._fail(error)
+        )
+
+    def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
+        self._ready = ready
+        self._fail = fail
+        self._runner.start()
+
+    def end(self, reason: str) -> None:
+        if self._work is not None:
+            # Askers learn at once that their jobs end here, and go elsewhere.
+            self.node.dispatcher.apply(
+                self._work, self._work.shutdown(f"the worker is stopping: {reason}", self._reactor.clock())
+            )
+        self.node.close(reason)
+        self._runner.stop(DRAIN_SECONDS)
+
+    def _engine_ready(self, facts: ModelFacts) -> None:
+        node = self.node
+        self._facts = facts
+        node.facts = facts
+        self._work = WorkService(
+            facts=facts,
+            tenant_key=self._tenant_key,
+            store=node.store,
+            ids=node.ids,
+            has_aes=node.has_aes,
+            settings=WorkSettings(
+                max_jobs=self._settings.max_jobs,
+                max_prompt_tokens=self._settings.max_prompt_tokens,
+                default_tokens_per_second=self._settings.worker_prefill_tps,
+            ),
+        )
+        node.worker_offering = self._offering
+        node.dispatcher.add(self._work, handles=self._work.handles)
+        node.sections.append(self._section)
+        node.open()
+        self._ready({"address": str(node.address), "bus_port": node.bus.port, "model_id": facts.compatibility.model_id})
+
+    def _offering(self) -> WorkerOffering:
+        assert self._work is not None
+        assert self._facts is not None
+        work = self._work
+        return WorkerOffering(
+            fingerprint=self._facts.compatibility.fingerprint(),
+            compatibility=asdict(self._facts.compatibility),
+            max_concurrent_jobs=1,
+            inflight_jobs=work.running_jobs,
+            queued_jobs=work.queued_jobs,
+            queued_tokens=work.queued_tokens,
+            load=float(min(1, work.running_jobs + work.queued_jobs)),
+            prefill_tokens_per_second=work.tokens_per_second,
+            ram_bytes_free=psutil.virtual_memory().available,
+            accepts_jobs=True,
+        )
+
+    def _section(self) -> tuple[str, dict[str, Value]]:
+        assert self._work is not None
+        assert self._facts is not None
+        work = self._work
+        return "worker", {
+            "model_id": self._facts.compatibility.model_id,
+            "fingerprint": self._facts.compatibility.fingerprint().hex()[:16],
+            "queued_jobs": work.queued_jobs,
+            "running_jobs": work.running_jobs,
+            "queued_tokens": work.queued_tokens,
+            "prefill_tokens_per_second": round(work.tokens_per_second, 1),
+            "engine_failures": self._runner.failures,
+        }

@@ -1,0 +1,52 @@
+#!/usr/bin/env bash
+# Set up .venv with what the tests need, then ruff, mypy and pytest; pytest's closing line is the last one printed.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash deploy/test.sh [--all] [--help] [pytest options...]
+
+  --all    also the slow tests
+  --help   this text
+
+Examples:
+  bash deploy/test.sh tests/unit
+  bash deploy/test.sh --all -k failover
+TEXT
+}
+
+# `--all` may stand anywhere: the other arguments are turned round once, without it.
+selection="not slow"
+remaining=$#
+while [ "$remaining" -gt 0 ]; do
+    argument="$1"
+    shift
+    remaining=$((remaining - 1))
+    case "$argument" in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --all) selection="" ;;
+        *) set -- "$@" "$argument" ;;
+    esac
+done
+
+# shellcheck source=deploy/lib.sh
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+install_package demo test
+# The tests of cut networks use namespaces; without root they are skipped.
+if [ "$(uname -s)" = Linux ] && ! command -v ip >/dev/null 2>&1 && can_apt; then
+    apt_install iproute2
+fi
+
+cd "$kakeya_root"
+say "preparing the demo model"
+.venv/bin/python -m kakeya_zmq.demo.prepare </dev/null >/dev/null
+say "ruff"
+.venv/bin/ruff check .
+say "mypy"
+.venv/bin/mypy
+say "pytest"
+exec .venv/bin/python -m pytest -m "$selection" "$@" </dev/null

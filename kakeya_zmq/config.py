@@ -1,0 +1,174 @@
+"""Settings of the daemons: flags over environment (``KAKEYA_*``) over a TOML file over defaults."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from kakeya_zmq.options import ALL_ROLES, DEFAULT_PORTS, OPTIONS, Option, parse_value
+from wire.errors import ConfigError
+from wire.limits import GIB
+
+
+def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
+    """The folder of keys, state and logs: ``KAKEYA_HOME``, else ``~/.kakeya``."""
+    value = (os.environ if environment is None else environment).get("KAKEYA_HOME", "")
+    return Path(value).expanduser() if value else Path.home() / ".kakeya"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Effective settings of one daemon. Sizes in GiB, times in seconds; see OPTIONS for meanings."""
+
+    role: str
+    node_id: str
+    bind: str
+    bus_bind: str
+    advertise: str
+    peer: tuple[str, ...]
+    fleet_psk_file: str
+    tenant_id: str
+    tenant_key_file: str
+    model: str
+    model_id: str
+    kv_policy: str
+    sink: int
+    window: int
+    cache_block_tokens: int
+    prefill_compute_chunk_tokens: int
+    cache_gb: float
+    bulk_ports: str
+    network: str
+    priority: int
+    gossip_interval_s: float
+    ttl_seconds: float
+    cache_replication_factor: int
+    prefill_policy: str
+    remote_prefill_min_tokens: int
+    prefill_min_savings_ratio: float
+    cache_lookup_timeout_s: float
+    cache_fetch_timeout_s: float
+    prefill_worker_timeout_s: float
+    cache_max_import_gb: float
+    local_prefill_tps: float
+    worker_prefill_tps: float
+    cache_link_mbps: float
+    capacity: int
+    session_idle_s: float
+    max_jobs: int
+    max_prompt_tokens: int
+    blas_threads: int
+    assert_compatibility: tuple[str, ...]
+    ready_file: str
+    log_level: str
+
+    @property
+    def cache_bytes(self) -> int:
+        return int(self.cache_gb * GIB)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSettings:
+    """Settings and, for each, where the value came from: "flag", "environment", "file" or "default"."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+
+def resolve_settings(
+    role: str,
+    flags: Mapping[str, Any],
+    *,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+    host_name: Callable[[], str] | None = None,
+) -> ResolvedSettings:
+    """Merge all sources for one daemon.
+
+    Args:
+        role: primary, worker or cache.
+        flags: option name to value; None means not given.
+        environment: defaults to the process's.
+        file: a TOML file; settings at top level apply to every role, a table named after the role to that role.
+        host_name: for the default node id.
+
+    Raises:
+        ConfigError: an unknown key or a value that does not fit, naming where it came from and what would fit.
+    """
+    environment = os.environ if environment is None else environment
+    from_file = _read_file(file, role) if file else {}
+    values: dict[str, Any] = {"role": role}
+    origins: dict[str, str] = {}
+    for option in OPTIONS:
+        value, origin = _pick(option, role, flags, environment, from_file)
+        values[option.name] = value
+        origins[option.name] = origin
+    home = kakeya_home(environment)
+    values["fleet_psk_file"] = values["fleet_psk_file"] or str(home / "fleet.psk")
+    beside = Path(values["fleet_psk_file"]).parent
+    values["tenant_key_file"] = values["tenant_key_file"] or str(beside / "tenants" / f"{values['tenant_id']}.key")
+    values["bind"] = values["bind"] or f"127.0.0.1:{DEFAULT_PORTS[role]}"
+    if not values["node_id"]:
+        values["node_id"] = f"{role}-{(host_name or socket.gethostname)().split('.')[0]}"
+    _check_names(values)
+    assert {f.name for f in fields(Settings)} == set(values)
+    return ResolvedSettings(Settings(**values), origins)
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    for name in ("node_id", "tenant_id"):
+        text = str(values[name])
+        if not text or len(text) > 100 or not all(c.isalnum() or c in "-_." for c in text) or text.startswith("."):
+            raise ConfigError(
+                f"{name} {text!r} is not usable", remedy="use letters, digits, '-', '_' and '.', at most 100 characters"
+            )
+
+
+def _pick(
+    option: Option, role: str, flags: Mapping[str, Any], environment: Mapping[str, str], from_file: Mapping[str, Any]
+) -> tuple[Any, str]:
+    if role not in option.roles:
+        return option.default, "default"
+    given = flags.get(option.name)
+    if given is not None and given != []:
+        return parse_value(option, given, f"{option.flag}"), "flag"
+    if environment.get(option.variable, "") != "":
+        return parse_value(option, environment[option.variable], option.variable), "environment"
+    if option.name in from_file:
+        return parse_value(option, from_file[option.name], f"{option.name} in the configuration file"), "file"
+    return option.default, "default"
+
+
+def _read_file(path: Path, role: str) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            document = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"the configuration file cannot be read: {error.strerror}", remedy="check --config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
+    known = {option.name for option in OPTIONS}
+    merged: dict[str, Any] = {}
+    tables = {name: value for name, value in document.items() if isinstance(value, dict)}
+    plain = {name: value for name, value in document.items() if not isinstance(value, dict)}
+    for name in tables:
+        if name not in ALL_ROLES:
+            raise _unknown_key(name, ALL_ROLES)
+    for source in (plain, tables.get(role, {})):
+        for name, value in source.items():
+            if name not in known:
+                raise _unknown_key(name, known)
+            merged[name] = value
+    return merged
+
+
+def _unknown_key(name: str, known: Iterable[str]) -> ConfigError:
+    close = get_close_matches(name, list(known), n=1)
+    remedy = f"did you mean {close[0]!r}?" if close else "see `kakeya --help` for the settings"
+    return ConfigError(f"unknown setting {name!r} in the configuration file", remedy=remedy)

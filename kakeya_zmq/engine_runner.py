@@ -1,0 +1,277 @@
+"""The thread that owns an engine; imports no model library.
+
+Rules
+- One thread builds the engine and makes every call to it (MLX ties computations to threads).
+- Each submitted ticket gets CommandEvent*, then exactly one CommandEnded, whatever happens: the engine could not be built,
+  a command raised, the runner is stopped.
+- Commands of one session run in the order they were submitted, never interleaved with each other.
+
+Fairness: sessions with work take turns, one step each. A decode step is much shorter than a prefill segment, so a user
+who decodes waits for at most one segment of every other session between two tokens; nobody starves.
+
+``post`` is called on the engine's thread, and on the caller's thread for what is submitted after the end. It must be
+thread-safe, must not block, and must not raise.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from kakeya_zmq.engine import Command, CommandFailed, Engine, Event, ModelFacts
+from kakeya_zmq.protocol.effects import CommandEnded, CommandEvent, Ticket
+from wire.errors import KakeyaError, LocalProtocolError
+from wire.limits import TEXT_CHARACTERS_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReady:
+    """The engine is built; commands run from now on."""
+
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFailed:
+    """The engine could not be built; ``message`` is one line for users. Every command fails from now on."""
+
+    message: str
+    error: Exception
+
+
+RunnerEvent: TypeAlias = EngineReady | EngineFailed | CommandEvent | CommandEnded
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """The step being computed: for watchdogs. ``since_s`` is the runner's clock."""
+
+    ticket: Ticket
+    since_s: float
+
+
+@dataclass(slots=True)
+class _Task:
+    ticket: Ticket
+    command: Command
+    steps: Iterator[Event] | None = None
+    """None until the first step."""
+    cancelled: bool = False
+
+
+class EngineRunner:
+    """Runs an engine on a thread of its own.
+
+    Args:
+        engine_factory: called once, on that thread.
+        post: takes every event, see the module's text.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        engine_factory: Callable[[], Engine],
+        post: Callable[[RunnerEvent], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._factory = engine_factory
+        self._post = post
+        self._clock = clock
+        self._changed = threading.Condition()
+        # Under the condition's lock:
+        self._tasks: dict[Ticket, _Task] = {}
+        self._queues: dict[str, deque[_Task]] = {}
+        """Tasks of each session with work, the running one first."""
+        self._turns: deque[str] = deque()
+        """Each session with work once, next one first; the one whose step is being computed stays at the front."""
+        self._cancelled: deque[_Task] = deque()
+        self._stopping = False
+        self._refusal: str | None = None
+        """Set once no command can run any more."""
+        # Written by the engine's thread only, read by any:
+        self._running: Running | None = None
+        self._failures = 0
+        self._kv_bytes: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
+
+    # --- any thread ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread; EngineReady or EngineFailed follows."""
+        self._thread.start()
+
+    def submit(self, ticket: Ticket, command: Command) -> None:
+        """Queue a command behind the earlier ones of its session.
+
+        Raises:
+            LocalProtocolError: the ticket is in use.
+        """
+        with self._changed:
+            if ticket in self._tasks:
+                raise LocalProtocolError(f"engine ticket {ticket} is in use")
+            refusal = self._refusal
+            if refusal is None:
+                task = _Task(ticket, command)
+                self._tasks[ticket] = task
+                queue = self._queues.setdefault(command.session_id, deque())
+                queue.append(task)
+                if len(queue) == 1:
+                    self._turns.append(command.session_id)
+                self._changed.notify()
+                return
+        self._post(CommandEvent(ticket, CommandFailed(command.session_id, refusal, 0)))
+        self._post(CommandEnded(ticket, cancelled=False))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Stop a command before its next step; CommandEnded follows. A ticket that has ended is ignored."""
+        with self._changed:
+            task = self._tasks.get(ticket)
+            if task is None or task.cancelled:
+                return
+            task.cancelled = True
+            self._cancelled.append(task)
+            self._changed.notify()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Cancel everything after the running step, close the engine, end the thread; may be called again.
+
+        Returns:
+            Whether the thread is gone; False when a step took longer than ``timeout_s``.
+        """
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is None:  # never started
+            self._refuse("the engine was never started")
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    @property
+    def running(self) -> Running | None:
+        """Which command's step is being computed, and since when; None while idle."""
+        return self._running
+
+    @property
+    def failures(self) -> int:
+        """Commands that ended with an exception: each is a bug."""
+        return self._failures
+
+    @property
+    def queued(self) -> int:
+        """Commands that have not ended."""
+        with self._changed:
+            return len(self._tasks)
+
+    def kv_bytes(self, session_id: str) -> int:
+        """Bytes of KV a session held when its last command ended."""
+        return self._kv_bytes.get(session_id, 0)
+
+    # --- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        try:
+            engine = self._factory()
+        except Exception as error:  # whatever a model library raises: the host must learn it, and the process live on
+            message = str(error) if isinstance(error, KakeyaError) else f"the engine failed to start: {type(error).__name__}"
+            self._post(EngineFailed(message, error))
+            self._refuse(message)
+            return
+        self._post(EngineReady(engine.facts))
+        try:
+            while (task := self._next_task()) is not None:
+                self._advance(engine, task)
+        finally:
+            self._refuse("the engine was stopped")
+            engine.close()
+
+    def _next_task(self) -> _Task | None:
+        """Wait for work; None when the runner is stopping."""
+        with self._changed:
+            while True:
+                if self._stopping:
+                    return None
+                # A cancelled command goes first: ending it is cheap and its asker waits.
+                while self._cancelled:
+                    task = self._cancelled.popleft()
+                    if task.ticket in self._tasks:
+                        return task
+                if self._turns:
+                    return self._queues[self._turns[0]][0]
+                self._changed.wait()
+
+    def _advance(self, engine: Engine, task: _Task) -> None:
+        if task.cancelled:
+            self._end(engine, task, cancelled=True)
+            return
+        self._running = Running(task.ticket, self._clock())
+        try:
+            if task.steps is None:
+                task.steps = iter(engine.handle(task.command))
+            event = next(task.steps, None)
+        except Exception as error:  # a bug in the engine must not take the other sessions down
+            self._failures += 1
+            session_id = task.command.session_id
+            message = f"the engine failed: {type(error).__name__}"
+            failed = CommandFailed(session_id, message, engine.session_position(session_id) or 0)
+            self._post(CommandEvent(task.ticket, failed))
+            event = None
+        finally:
+            self._running = None
+        if event is None:
+            self._end(engine, task, cancelled=False)
+            return
+        self._post(CommandEvent(task.ticket, event))
+        with self._changed:
+            # To the end of the line; the session may hold more commands, but only its first one runs.
+            self._turns.remove(task.command.session_id)
+            self._turns.append(task.command.session_id)
+
+    def _end(self, engine: Engine, task: _Task, *, cancelled: bool) -> None:
+        session_id = task.command.session_id
+        self._close_steps(task)
+        held = engine.session_kv_bytes(session_id)
+        if held:
+            self._kv_bytes[session_id] = held
+        else:
+            self._kv_bytes.pop(session_id, None)
+        with self._changed:
+            del self._tasks[task.ticket]
+            queue = self._queues[session_id]
+            queue.remove(task)
+            self._turns.remove(session_id)
+            if queue:
+                self._turns.append(session_id)
+            else:
+                del self._queues[session_id]
+        self._post(CommandEnded(task.ticket, cancelled=cancelled, position=engine.session_position(session_id)))
+
+    def _close_steps(self, task: _Task) -> None:
+        close = getattr(task.steps, "close", None)
+        if close is None:
+            return
+        try:
+            close()
+        except Exception:  # cleaning up must not take the other sessions down; it is a bug, so it is counted
+            self._failures += 1
+
+    def _refuse(self, reason: str) -> None:
+        """Let no command in any more and end those that are there."""
+        with self._changed:
+            self._refusal = reason[:TEXT_CHARACTERS_MAX]
+            tasks = list(self._tasks.values())
+            stopping = self._stopping
+            self._tasks.clear()
+            self._queues.clear()
+            self._turns.clear()
+            self._cancelled.clear()
+        for task in tasks:
+            self._close_steps(task)
+            if not stopping:
+                self._post(CommandEvent(task.ticket, CommandFailed(task.command.session_id, reason, 0)))
+            self._post(CommandEnded(task.ticket, cancelled=stopping))

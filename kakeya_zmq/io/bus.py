@@ -1,0 +1,243 @@
+"""The bus: sealed one-to-many messages over PUB/SUB (layout and keys: :mod:`wire.bus`).
+
+The publisher is an XPUB in manual mode: libzmq then asks us about every subscription, and only the one-byte topics of
+:class:`wire.bus.Topic` are granted, so that no member can make the publisher keep endless prefixes (GHSA-qq65-x72m-9wr8).
+It also tells us of each new subscriber, which is the moment to publish the present state again: whatever was published
+before a subscription arrived is lost to that subscriber, without any error.
+
+PUB/SUB drops silently when a subscriber is slow. Messages are therefore numbered for each topic; the subscriber counts gaps
+and tells its owner, who asks for a snapshot over the control plane. Nothing on the bus is the only copy of anything.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import zmq
+
+from kakeya_zmq.io.control_client import dialled
+from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
+from kakeya_zmq.io.reactor import Reactor, receive_frames
+from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, create_socket
+from kakeya_zmq.io.sockets import bind as bind_socket
+from kakeya_zmq.protocol.session import LocalNode
+from wire.bus import PAYLOAD_BYTES_MAX, BusMessage, Group, Topic, open_message, seal_message
+from wire.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
+from wire.ids import NodeId
+from wire.keys import FleetKey, Purpose, TelemetryKey
+from wire.replay import Order, SequenceTracker
+
+_SUBSCRIBE: Final = 1
+_UNSUBSCRIBE: Final = 0
+_TOPIC_FRAMES: Final = {topic.frame: topic for topic in Topic}
+
+
+def group_keys(keys: FleetKey | TelemetryKey) -> dict[Group, bytes]:
+    """The group keys that a holder of ``keys`` has."""
+    if isinstance(keys, TelemetryKey):
+        return {Group.TELEMETRY: keys.seal_key}
+    return {Group.FLEET: keys.derive(Purpose.BUS_FLEET), Group.TELEMETRY: keys.telemetry_key().seal_key}
+
+
+class Publisher:
+    """Publishes this node's messages on one bound port. Use it on the reactor's thread.
+
+    Args:
+        bind: where to listen; port 0 picks one.
+        on_subscribed: a subscriber of this topic has just joined: publish its present state again.
+
+    Raises:
+        PortInUseError: the address is taken.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        *,
+        bind: Address,
+        local: LocalNode,
+        fleet_key: FleetKey,
+        on_subscribed: Callable[[Topic], None] | None = None,
+    ) -> None:
+        reactor.check_thread()
+        self.counters: Counter[str] = Counter()
+        """``published``, ``oversize``, ``subscriptions_refused``, ``handshakes_rejected``."""
+        self._reactor = reactor
+        self._local = local
+        self._keys = group_keys(fleet_key)
+        self._on_subscribed = on_subscribed
+        self._sequences: Counter[Topic] = Counter()
+        self._closed = False
+        self._domain = f"bus/{secrets.token_hex(8)}"
+        self._socket = create_socket(reactor.context, zmq.XPUB, BUS_PUB)
+        self._socket.setsockopt(zmq.XPUB_MANUAL, 1)
+        curve = fleet_key.curve_bus()
+        reactor.gate.allow_curve(self._domain, {curve.public})
+        apply_curve_server(self._socket, curve, self._domain)
+        self._monitor = SocketMonitor(reactor, self._socket, SERVER_EVENTS, self._on_link_event)
+        try:
+            self.address = bind_socket(self._socket, bind)
+        except BaseException:
+            self._monitor.close()
+            self._socket.close(linger=0)
+            reactor.gate.forget(self._domain)
+            raise
+        reactor.register(self._socket, self._on_readable)
+
+    @property
+    def port(self) -> int:
+        return self.address.port
+
+    def publish(self, topic: Topic, payload: bytes) -> bool:
+        """Send to whoever subscribes to ``topic`` now; False (and counted) when the payload is too large for the bus."""
+        self._reactor.check_thread()
+        if self._closed:
+            return False
+        if len(payload) > PAYLOAD_BYTES_MAX:
+            self.counters["oversize"] += 1
+            return False
+        self._sequences[topic] += 1
+        message = BusMessage(NodeId(self._local.node_id), topic, self._local.incarnation, self._sequences[topic], payload)
+        frames = seal_message(message, self._keys[topic.group], secrets.token_bytes)
+        # Never blocks: an XPUB drops what a subscriber's full queue cannot take.
+        self._socket.send_multipart(frames, zmq.DONTWAIT)
+        self.counters["published"] += 1
+        return True
+
+    def close(self) -> None:
+        """Stop publishing. Idempotent."""
+        if self._closed or self._reactor.closed:
+            self._closed = True
+            return
+        self._reactor.check_thread()
+        self._closed = True
+        self._monitor.close()
+        self._reactor.close_socket(self._socket)
+        self._reactor.gate.forget(self._domain)
+
+    def _on_readable(self) -> None:
+        frames = receive_frames(self._socket)
+        topic = _TOPIC_FRAMES.get(frames[0][1:2]) if len(frames) == 1 and len(frames[0]) == 2 else None
+        if topic is None or frames[0][0] not in (_SUBSCRIBE, _UNSUBSCRIBE):
+            self.counters["subscriptions_refused"] += 1
+            return
+        if frames[0][0] == _UNSUBSCRIBE:
+            self._socket.setsockopt(zmq.UNSUBSCRIBE, topic.frame)
+            return
+        # In manual mode this grants the subscription to the connection whose request was just received.
+        self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
+        if self._on_subscribed is not None:
+            self._on_subscribed(topic)
+
+    def _on_link_event(self, event: LinkEvent) -> None:
+        if event is LinkEvent.REJECTED:
+            self.counters["handshakes_rejected"] += 1
+
+
+class Subscriber:
+    """Receives messages of any number of publishers. Use it on the reactor's thread.
+
+    Args:
+        keys: the fleet key, or the telemetry key for who may read telemetry only.
+        topics: what to subscribe to.
+        on_message: called with each authentic message that is newer than the last one of its node and topic.
+        on_gap: called before ``on_message`` when messages between were lost: (node, topic, how many).
+
+    Raises:
+        LocalProtocolError: a topic that ``keys`` cannot open.
+    """
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        *,
+        keys: FleetKey | TelemetryKey,
+        topics: Iterable[Topic],
+        on_message: Callable[[BusMessage], None],
+        on_gap: Callable[[NodeId, Topic, int], None] | None = None,
+    ) -> None:
+        reactor.check_thread()
+        self.counters: Counter[str] = Counter()
+        """``received``, ``malformed``, ``unauthentic``, ``old``, ``gaps``, ``missed``, ``handshakes_rejected``."""
+        self._reactor = reactor
+        self._on_message = on_message
+        self._on_gap = on_gap
+        self._keys = group_keys(keys)
+        self._orders = {topic: SequenceTracker() for topic in topics}
+        if any(topic.group not in self._keys for topic in self._orders):
+            raise LocalProtocolError("the telemetry key opens telemetry topics only")
+        self._connected: set[Address] = set()
+        self._closed = False
+        curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
+        self._socket = create_socket(reactor.context, zmq.SUB, BUS_SUB)
+        apply_curve_client(self._socket, curve.public, curve)
+        for topic in self._orders:
+            self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
+        self._monitor = SocketMonitor(reactor, self._socket, SERVER_EVENTS, self._on_link_event)
+        reactor.register(self._socket, self._on_readable)
+
+    @property
+    def connected(self) -> frozenset[Address]:
+        """The publishers asked for so far, reached or not."""
+        return frozenset(self._connected)
+
+    def connect(self, address: Address) -> None:
+        """Also listen to the publisher at ``address``; libzmq keeps trying until :meth:`disconnect`. Idempotent."""
+        self._reactor.check_thread()
+        if address not in self._connected:
+            self._socket.connect(dialled(address).zmq_endpoint())
+            self._connected.add(address)
+
+    def disconnect(self, address: Address) -> None:
+        """Stop listening to the publisher at ``address``. Idempotent."""
+        self._reactor.check_thread()
+        if address in self._connected:
+            self._connected.discard(address)
+            try:
+                self._socket.disconnect(dialled(address).zmq_endpoint())
+            except zmq.ZMQError as error:
+                if error.errno != errno.ENOENT:  # libzmq gave this one up by itself, after a peer that is none of ours
+                    raise
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._closed or self._reactor.closed:
+            self._closed = True
+            return
+        self._reactor.check_thread()
+        self._closed = True
+        self._monitor.close()
+        self._reactor.close_socket(self._socket)
+
+    def _on_readable(self) -> None:
+        try:
+            message = open_message(receive_frames(self._socket), self._keys)
+        except AuthenticationError:
+            self.counters["unauthentic"] += 1  # sealed with another key: dropped, as a member can't have meant it for us
+            return
+        except RemoteProtocolError:
+            self.counters["malformed"] += 1  # not a bus message of ours
+            return
+        order = self._orders.get(message.topic)
+        if order is None:
+            self.counters["malformed"] += 1
+            return
+        observation = order.observe(message.node_id, message.incarnation, message.sequence)
+        if observation.order is Order.OLD:
+            self.counters["old"] += 1
+            return
+        self.counters["received"] += 1
+        if observation.order is Order.GAP:
+            self.counters["gaps"] += 1
+            self.counters["missed"] += observation.missed
+            if self._on_gap is not None:
+                self._on_gap(message.node_id, message.topic, observation.missed)
+        self._on_message(message)
+
+    def _on_link_event(self, event: LinkEvent) -> None:
+        if event is LinkEvent.REJECTED:
+            self.counters["handshakes_rejected"] += 1

@@ -1,0 +1,89 @@
+"""Connection events of a ZeroMQ socket: who could not connect, and why.
+
+libzmq tells a socket's connection events through an inproc PAIR. Two hazards shape this file: a monitor that is left open
+makes ``Context.term()`` hang, so :meth:`SocketMonitor.close` runs before the socket's own close; and libzmq's IO thread
+*blocks* while the PAIR is full, so the receiving end has no high-water mark (one event is about 60 bytes, and only the rare
+kinds below are subscribed).
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kakeya_zmq.io.reactor import Reactor, receive_frames
+
+
+class LinkEvent(Enum):
+    """What happened to a connection, below the level of sessions."""
+
+    CONNECTED = "connected"
+    """TCP connected; the peer is not known yet."""
+    SECURED = "secured"
+    """The ZMTP handshake is through: the peer holds the same PSK."""
+    REJECTED = "rejected"
+    """The ZMTP handshake failed: another PSK, or not one of us at all."""
+    UNREACHED = "unreached"
+    """A connection attempt failed and will be repeated."""
+    LOST = "lost"
+    """An established connection ended."""
+
+
+_EVENTS: Final[dict[int, LinkEvent]] = {
+    zmq.Event.CONNECTED: LinkEvent.CONNECTED,
+    zmq.Event.HANDSHAKE_SUCCEEDED: LinkEvent.SECURED,
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: LinkEvent.REJECTED,
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: LinkEvent.REJECTED,
+    zmq.Event.HANDSHAKE_FAILED_AUTH: LinkEvent.REJECTED,
+    zmq.Event.CONNECT_RETRIED: LinkEvent.UNREACHED,
+    zmq.Event.DISCONNECTED: LinkEvent.LOST,
+}
+SERVER_EVENTS: Final = frozenset({LinkEvent.REJECTED})
+CLIENT_EVENTS: Final = frozenset(LinkEvent)
+
+
+class SocketMonitor:
+    """Calls ``on_event`` on the reactor's thread for each wanted event of ``socket``, until :meth:`close`."""
+
+    def __init__(
+        self,
+        reactor: Reactor,
+        socket: zmq.Socket[bytes],
+        events: frozenset[LinkEvent],
+        on_event: Callable[[LinkEvent], None],
+    ) -> None:
+        self._reactor = reactor
+        self._watched = socket
+        self._on_event = on_event
+        self._closed = False
+        address = f"inproc://kakeya-monitor-{secrets.token_hex(8)}"
+        mask = 0
+        for kind, event in _EVENTS.items():
+            if event in events:
+                mask |= kind
+        socket.monitor(address, mask)
+        self._pair = reactor.context.socket(zmq.PAIR)
+        self._pair.linger = 0
+        self._pair.rcvhwm = 0
+        self._pair.connect(address)
+        reactor.register(self._pair, self._on_readable)
+
+    def close(self) -> None:
+        """Stop watching; call it before the watched socket is closed. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._watched.closed:
+            self._watched.disable_monitor()
+        self._reactor.close_socket(self._pair)
+
+    def _on_readable(self) -> None:
+        frames = receive_frames(self._pair)
+        event = _EVENTS.get(parse_monitor_message(frames)["event"]) if len(frames) == 2 else None
+        if event is not None:
+            self._on_event(event)

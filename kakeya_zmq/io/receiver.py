@@ -1,0 +1,322 @@
+"""The receiving lane: opens chunks straight into the buffers of the parts, and hands parts over once they are whole.
+
+Rules:
+
+1. Everything is checked before anything is allocated for it: header, order, manifest, wanted parts, budget, plan.
+2. A part is shown only when every byte of it is verified. What a broken transfer delivered before stays valid.
+3. Each part has a buffer of its own, so that evicting it frees its memory.
+4. Credit is earned by bytes that were processed, in steps of about a quarter of the initial credit.
+5. The first violation ends the transfer: over one TCP connection nothing honest arrives twice, torn or out of order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import zmq
+
+from kakeya_zmq.blocks import Part
+from kakeya_zmq.io import sockets
+from kakeya_zmq.io.gate import Gate
+from kakeya_zmq.io.lanes import BoundSide, ConnectingSide, Lane, Post, ZmqContext
+from kakeya_zmq.io.memory import allocate
+from kakeya_zmq.io.sockets import PortRange
+from kakeya_zmq.protocol.effects import CreditEarned, LaneId, LaneOpened, PartsReceived
+from wire import limits
+from wire.bulk import SEAL_BYTES, ChunkSealer
+from wire.chunks import ChunkHeader, ChunkKind, ChunkPlan, ChunkSpan, decode_manifest, iterate_chunks, plan_bytes
+from wire.errors import DataLossError, RemoteProtocolError
+from wire.messages import CipherSuite, PartMeta, PartRef, TransferGrant
+
+_CREDIT_STEPS: Final = 4
+
+
+class ReceiverLane(Lane):
+    """Receives parts; see the module's rules. Made by :meth:`connect` (fetch) or :meth:`bind` (accept a publish)."""
+
+    def __init__(
+        self,
+        context: ZmqContext,
+        lane: LaneId,
+        post: Post,
+        idle_timeout_s: float,
+        side: BoundSide | ConnectingSide,
+        filter_: PartFilter,
+        credit_bytes: int,
+        verify_digests: bool,
+    ) -> None:
+        super().__init__(context, lane, post, idle_timeout_s)
+        self._side = side
+        self._filter = filter_
+        self._initial_credit_bytes = credit_bytes
+        self._verify_digests = verify_digests
+        self._assembler: Assembler
+
+    @classmethod
+    def connect(
+        cls,
+        context: ZmqContext,
+        *,
+        lane: LaneId,
+        host: str,
+        grant: TransferGrant,
+        wanted: Sequence[PartRef],
+        budget_bytes: int,
+        idle_timeout_s: float,
+        post: Post,
+        verify_digests: bool,
+        credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
+    ) -> ReceiverLane:
+        """Pull a granted transfer.
+
+        Args:
+            host: where the granting server was reached.
+            wanted: the parts that may come; anything else is a violation.
+            budget_bytes: most bytes of parts that may be allocated.
+            idle_timeout_s: longest time without a chunk.
+            verify_digests: check each part's SHA-256 too; the seal already proves that the sender sent these bytes.
+            credit_bytes: what the sender was granted at the start.
+
+        Raises:
+            LocalProtocolError: the grant's chunk size is out of range.
+        """
+        filter_ = PartFilter({(ref.block_hash, ref.kind): None for ref in wanted}, budget_bytes)
+        receiver = cls(
+            context, lane, post, idle_timeout_s, ConnectingSide(host, grant), filter_, credit_bytes, verify_digests
+        )
+        receiver._thread.start()
+        return receiver
+
+    @classmethod
+    def bind(
+        cls,
+        context: ZmqContext,
+        gate: Gate,
+        *,
+        lane: LaneId,
+        host: str,
+        port_range: PortRange | None = None,
+        suite: CipherSuite,
+        chunk_bytes: int,
+        expected: Sequence[PartMeta],
+        post: Post,
+        idle_timeout_s: float,
+        credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
+    ) -> ReceiverLane:
+        """Accept one publish of exactly these parts: bind a one-shot PULL and post LaneOpened. Digests are verified.
+
+        Raises:
+            LocalProtocolError: the chunk size is out of range.
+        """
+        budget_bytes = sum(meta.length_bytes for meta in expected)
+        filter_ = PartFilter({(meta.block_hash, meta.kind): meta for meta in expected}, budget_bytes)
+        side = BoundSide(gate, host, port_range, suite, chunk_bytes)
+        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, verify_digests=True)
+        receiver._thread.start()
+        return receiver
+
+    # --- the lane's thread ---
+
+    def _open(self) -> None:
+        self._socket = sockets.create_socket(self._context, zmq.PULL, sockets.LANE_PULL)
+        try:
+            grant = self._side.open(self._socket)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        self._assembler = Assembler(grant, self._filter, verify_digests=self._verify_digests)
+        # A sender that waits for credit must be able to send its largest chunk with what we have not told it yet.
+        spare_bytes = max(0, self._initial_credit_bytes - grant.chunk_bytes)
+        self._credit_step_bytes = min(self._initial_credit_bytes // _CREDIT_STEPS, spare_bytes)
+        if isinstance(self._side, BoundSide):
+            self._post(LaneOpened(self._lane, grant))
+
+    def _release(self) -> None:
+        self._side.release()
+
+    def _transfer(self) -> tuple[bool, str]:
+        processed_bytes = 0
+        while True:
+            request = self._requested_close()
+            if request is not None:
+                ok, reason = request
+                return ok and self._filter.missing == 0, reason
+            try:
+                packed = self._socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                if not self._wait(zmq.POLLIN, timed=True):
+                    return False, "no data came in time"
+                continue
+            header, parts = self._receive_chunk(packed)
+            self._made_progress()
+            if header.kind is ChunkKind.DATA:
+                self._transferred_bytes += header.length_bytes
+            if parts:
+                self._post(PartsReceived(self._lane, parts))
+            if header.final:
+                missing = self._filter.missing
+                return missing == 0, f"the sender ended with {missing} parts missing" if missing else ""
+            processed_bytes += header.length_bytes
+            if processed_bytes > self._credit_step_bytes:
+                self._post(CreditEarned(self._lane, processed_bytes))
+                processed_bytes = 0
+
+    def _receive_chunk(self, packed: bytes) -> tuple[ChunkHeader, tuple[Part, ...]]:
+        """The rest of a message whose first frame is ``packed``. A message is there as a whole or not at all."""
+        header = ChunkHeader.unpack(packed)
+        if not self._socket.getsockopt(zmq.RCVMORE):
+            raise RemoteProtocolError("a chunk has no body")
+        # The frame is opened where libzmq put it, and is gone when this method returns.
+        frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+        if frame.more:
+            raise RemoteProtocolError("a chunk has more than one body")
+        return header, self._assembler.on_chunk(packed, header, frame.buffer)
+
+
+class PartFilter:
+    """Which parts may still come, what they must be, and how many bytes they may take.
+
+    Args:
+        wanted: (block hash, kind) to the exact description, or None when any description will do.
+        budget_bytes: most bytes all of them may take.
+    """
+
+    def __init__(self, wanted: dict[tuple[bytes, int], PartMeta | None], budget_bytes: int) -> None:
+        self._wanted = wanted
+        self._budget_bytes = budget_bytes
+        self.missing = len(wanted)
+
+    def announce(self, meta: PartMeta) -> None:
+        """Accept a part's description before its bytes.
+
+        Raises:
+            RemoteProtocolError: not wanted, announced before, not as agreed, or over the budget.
+        """
+        key = (meta.block_hash, meta.kind)
+        if key not in self._wanted:
+            raise RemoteProtocolError("a part came that was not asked for, or came twice")
+        agreed = self._wanted.pop(key)
+        if agreed is not None and agreed != meta:
+            raise RemoteProtocolError("a part is not described as it was offered")
+        if meta.length_bytes > self._budget_bytes:
+            raise RemoteProtocolError(f"a part of {meta.length_bytes} bytes exceeds the {self._budget_bytes} bytes left")
+        self._budget_bytes -= meta.length_bytes
+
+
+class Assembler:
+    """Turns the chunks of one transfer into parts; owns no socket.
+
+    Args:
+        grant: the transfer's id, key, suite and chunk size.
+        filter_: what may come; its ``missing`` is counted down with each whole part.
+        verify_digests: whether each part's SHA-256 is checked.
+    """
+
+    def __init__(self, grant: TransferGrant, filter_: PartFilter, *, verify_digests: bool) -> None:
+        self._grant = grant
+        self._filter = filter_
+        self._verify_digests = verify_digests
+        self._sealer = ChunkSealer(grant.suite, grant.key)
+        self._next_index = 0
+        self._batch = -1
+        self._metas: tuple[PartMeta, ...] = ()
+        self._plans: Iterator[ChunkPlan] = iter(())
+        self._plan: ChunkPlan | None = None
+        self._scratch: memoryview | None = None
+        self._partial: memoryview | None = None
+
+    def on_chunk(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> tuple[Part, ...]:
+        """Take the next chunk; the parts it completed, verified, in order.
+
+        Raises:
+            RemoteProtocolError: the sender broke a rule (AuthenticationError: the seal does not hold).
+            DataLossError: a part is not what its digest says.
+        """
+        if header.transfer_id != self._grant.transfer_id:
+            raise RemoteProtocolError("a chunk of another transfer came")
+        if header.index != self._next_index:
+            raise RemoteProtocolError(f"chunk {header.index} came instead of {self._next_index}")
+        if header.length_bytes > self._grant.chunk_bytes:
+            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes; {self._grant.chunk_bytes} were agreed")
+        if sealed.nbytes != header.length_bytes + SEAL_BYTES:
+            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes is sealed in {sealed.nbytes}")
+        if header.kind is ChunkKind.MANIFEST:
+            self._on_manifest(packed, header, sealed)
+            parts: tuple[Part, ...] = ()
+        else:
+            parts = self._on_data(packed, header, sealed)
+        self._next_index += 1
+        return parts
+
+    def _on_manifest(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> None:
+        if self._plan is not None:
+            raise RemoteProtocolError("a manifest came before the parts of the one before it")
+        if header.batch != self._batch + 1:
+            raise RemoteProtocolError(f"batch {header.batch} came instead of {self._batch + 1}")
+        if header.length_bytes > limits.MANIFEST_BYTES_MAX:
+            raise RemoteProtocolError(f"a manifest of {header.length_bytes} bytes is too large")
+        metas = decode_manifest(self._open_scratch(packed, header, sealed))
+        if header.final == bool(metas):
+            raise RemoteProtocolError("an empty manifest must be final, and only an empty one may be")
+        for meta in metas:
+            self._filter.announce(meta)
+        self._batch = header.batch
+        self._metas = metas
+        self._plans = iterate_chunks([meta.length_bytes for meta in metas], self._grant.chunk_bytes)
+        self._plan = next(self._plans, None)
+
+    def _on_data(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> tuple[Part, ...]:
+        plan = self._plan
+        if plan is None or header.batch != self._batch:
+            raise RemoteProtocolError("a data chunk came that no manifest announced")
+        if header.length_bytes != plan_bytes(plan):
+            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes; the manifest says {plan_bytes(plan)}")
+        following = next(self._plans, None)
+        if header.final and following is not None:
+            raise RemoteProtocolError("the transfer ended before the parts of its last manifest")
+        parts = (
+            self._open_piece(packed, header, sealed, plan[0])
+            if len(plan) == 1
+            else self._open_several(packed, header, sealed, plan)
+        )
+        self._plan = following
+        return parts
+
+    def _open_piece(self, packed: bytes, header: ChunkHeader, sealed: memoryview, span: ChunkSpan) -> tuple[Part, ...]:
+        """A chunk that is one part, or one piece of one, goes straight into that part's buffer."""
+        meta = self._metas[span.part]
+        end = span.offset + span.length_bytes
+        buffer = allocate(meta.length_bytes) if self._partial is None else self._partial
+        self._sealer.open_into(packed, header.index, sealed, buffer[span.offset : end])
+        if end < meta.length_bytes:
+            self._partial = buffer
+            return ()
+        self._partial = None
+        return (self._whole(meta, buffer),)
+
+    def _open_several(self, packed: bytes, header: ChunkHeader, sealed: memoryview, plan: ChunkPlan) -> tuple[Part, ...]:
+        """Several whole parts are opened together, then copied apart while they are in the CPU's cache."""
+        opened = self._open_scratch(packed, header, sealed)
+        parts: list[Part] = []
+        position = 0
+        for span in plan:
+            buffer = allocate(span.length_bytes)
+            buffer[:] = opened[position : position + span.length_bytes]
+            position += span.length_bytes
+            parts.append(self._whole(self._metas[span.part], buffer))
+        return tuple(parts)
+
+    def _open_scratch(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> memoryview:
+        if self._scratch is None:
+            self._scratch = allocate(self._grant.chunk_bytes)
+        count = self._sealer.open_into(packed, header.index, sealed, self._scratch)
+        return self._scratch[:count]
+
+    def _whole(self, meta: PartMeta, buffer: memoryview) -> Part:
+        # hashlib lets go of the GIL for buffers of this size.
+        if self._verify_digests and hashlib.sha256(buffer).digest() != meta.digest:
+            raise DataLossError("a part is not what its digest says")
+        self._filter.missing -= 1
+        return Part(meta=meta, payload=buffer.toreadonly())

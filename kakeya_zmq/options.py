@@ -1,0 +1,318 @@
+"""The table of the daemons' settings: for each its type, default, unit and meaning.
+
+The command line, the environment and the configuration file are all read through :data:`OPTIONS`, so they cannot drift
+apart. Merging the sources is kakeya_zmq.config's part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wire.errors import ConfigError
+from wire.limits import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
+
+ALL_ROLES = ("primary", "worker", "cache")
+DEFAULT_PORTS: Mapping[str, int] = {"primary": 51051, "cache": 52051, "worker": 53051}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One setting: ``name`` is the field; with dashes it is the flag, in capitals after ``KAKEYA_`` the variable."""
+
+    name: str
+    kind: str
+    """text, path, integer, number, switch, list or choice."""
+    default: Any
+    help: str
+    roles: tuple[str, ...] = ALL_ROLES
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return "KAKEYA_" + self.name.upper()
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option("node_id", "text", "", "name of this node, unique in the fleet (default: the role and the host name)"),
+    Option(
+        "bind",
+        "text",
+        "",
+        "address to serve on, host:port; port 0 picks a free one (default: 127.0.0.1 and the role's port)",
+    ),
+    Option("bus_bind", "text", "", "address of the event bus, host:port (default: the host of --bind, a free port)"),
+    Option("advertise", "text", "", "address other nodes should use to reach this one (default: the bound address)"),
+    Option("peer", "list", (), "address of a node to join the fleet through; may be repeated"),
+    Option("fleet_psk_file", "path", "", "the fleet's pre-shared key, mode 0600 (default: ~/.kakeya/fleet.psk)"),
+    Option("tenant_id", "text", "default", "tenant whose prompts this node serves; part of the namespace"),
+    Option("tenant_key_file", "path", "", "key of that tenant, mode 0600 (default: beside the PSK)", ("primary", "worker")),
+    Option(
+        "model",
+        "path",
+        "",
+        "folder of the MLX model (default: the demo model, prepared by `kakeya model prepare`)",
+        ("primary", "worker"),
+    ),
+    Option(
+        "model_id",
+        "text",
+        "",
+        "name of the model in the namespace; equal on all nodes (default: the folder's name)",
+        ("primary", "worker"),
+    ),
+    Option(
+        "kv_policy",
+        "choice",
+        "native",
+        "KV cache policy: the model's own, or bounded to sink + window tokens",
+        ("primary", "worker"),
+        ("native", "sink-window"),
+    ),
+    Option(
+        "sink",
+        "integer",
+        4,
+        "with --kv-policy sink-window: first tokens always kept",
+        ("primary", "worker"),
+        minimum=0,
+        maximum=1024,
+    ),
+    Option(
+        "window",
+        "integer",
+        2048,
+        "with --kv-policy sink-window: last tokens kept",
+        ("primary", "worker"),
+        minimum=16,
+        maximum=1_000_000,
+    ),
+    Option(
+        "cache_block_tokens",
+        "integer",
+        BLOCK_TOKENS_DEFAULT,
+        "tokens in a block; equal on all nodes",
+        ("primary", "worker"),
+        minimum=BLOCK_TOKENS_MIN,
+        maximum=BLOCK_TOKENS_MAX,
+    ),
+    Option(
+        "prefill_compute_chunk_tokens",
+        "integer",
+        256,
+        "tokens computed in one step; smaller reacts sooner, larger is faster",
+        ("primary", "worker"),
+        minimum=16,
+        maximum=8192,
+    ),
+    Option("cache_gb", "number", 4.0, "memory for stored KV, in GiB", minimum=0.001, maximum=4096),
+    Option("bulk_ports", "text", "", "port range for bulk transfers, low-high (default: any free port)"),
+    Option(
+        "network",
+        "choice",
+        "lan",
+        "kind of network --advertise is on",
+        ALL_ROLES,
+        ("thunderbolt", "lan", "tailscale", "public"),
+    ),
+    Option("priority", "integer", 50, "preference of that address; higher wins", minimum=0, maximum=1000),
+    Option("gossip_interval_s", "number", 10.0, "seconds between announcements of this node", minimum=0.05, maximum=3600),
+    Option("ttl_seconds", "number", 120.0, "seconds after which a silent node is forgotten", minimum=0.2, maximum=86_400),
+    Option(
+        "cache_replication_factor",
+        "integer",
+        1,
+        "cache peers that get a copy of new KV; 0 turns publishing off",
+        ("primary",),
+        minimum=0,
+        maximum=16,
+    ),
+    Option(
+        "prefill_policy",
+        "choice",
+        "local-fallback",
+        "what to do when the fleet cannot prefill",
+        ("primary",),
+        ("local-fallback", "remote-required", "local-only"),
+    ),
+    Option(
+        "remote_prefill_min_tokens",
+        "integer",
+        128,
+        "prompts with fewer missing tokens are computed here",
+        ("primary",),
+        minimum=0,
+        maximum=10_000_000,
+    ),
+    Option(
+        "prefill_min_savings_ratio",
+        "number",
+        0.10,
+        "how much faster the fleet must be to be used, 0 to 1",
+        ("primary",),
+        minimum=0,
+        maximum=0.99,
+    ),
+    Option(
+        "cache_lookup_timeout_s",
+        "number",
+        2.0,
+        "seconds to wait for a cache's answer",
+        ("primary",),
+        minimum=0.01,
+        maximum=600,
+    ),
+    Option("cache_fetch_timeout_s", "number", 30.0, "seconds a fetch may take", ("primary",), minimum=0.01, maximum=3600),
+    Option(
+        "prefill_worker_timeout_s",
+        "number",
+        120.0,
+        "seconds a worker may take for a prompt",
+        ("primary",),
+        minimum=0.01,
+        maximum=86_400,
+    ),
+    Option(
+        "cache_max_import_gb",
+        "number",
+        1.0,
+        "largest KV taken from the fleet for one prompt, in GiB",
+        ("primary",),
+        minimum=0.001,
+        maximum=1024,
+    ),
+    Option(
+        "local_prefill_tps",
+        "number",
+        20.0,
+        "tokens per second assumed here until measured",
+        ("primary",),
+        minimum=0.01,
+        maximum=1e6,
+    ),
+    Option(
+        "worker_prefill_tps",
+        "number",
+        20.0,
+        "tokens per second assumed of a worker until measured",
+        ("primary", "worker"),
+        minimum=0.01,
+        maximum=1e6,
+    ),
+    Option(
+        "cache_link_mbps",
+        "number",
+        1000.0,
+        "megabits per second assumed of a link until measured",
+        ("primary",),
+        minimum=0.01,
+        maximum=1e6,
+    ),
+    Option(
+        "capacity",
+        "integer",
+        4,
+        "sessions held at once; the least recently used idle one makes room",
+        ("primary",),
+        minimum=1,
+        maximum=4096,
+    ),
+    Option(
+        "session_idle_s",
+        "number",
+        1800.0,
+        "seconds after which an idle session is closed",
+        ("primary",),
+        minimum=1,
+        maximum=1e7,
+    ),
+    Option("max_jobs", "integer", 128, "prefill jobs queued or running", ("worker",), minimum=1, maximum=100_000),
+    Option(
+        "max_prompt_tokens", "integer", 131_072, "longest prompt a job may have", ("worker",), minimum=2, maximum=131_072
+    ),
+    Option(
+        "blas_threads",
+        "integer",
+        0,
+        "threads of the CPU matrix library on Linux; 0 leaves it alone",
+        ("primary", "worker"),
+        minimum=0,
+        maximum=1024,
+    ),
+    Option(
+        "assert_compatibility",
+        "list",
+        (),
+        "field=value the loaded model must match, e.g. model_revision=…; may be repeated",
+        ("primary", "worker"),
+    ),
+    Option("ready_file", "path", "", "file to write this daemon's addresses to once it serves (for scripts)"),
+    Option("log_level", "choice", "info", "least level of log lines", ALL_ROLES, ("debug", "info", "warning", "error")),
+)
+
+
+def options_for(role: str) -> tuple[Option, ...]:
+    return tuple(option for option in OPTIONS if role in option.roles)
+
+
+def parse_value(option: Option, value: Any, source: str) -> Any:
+    """Turn a flag's, variable's or file's value into the option's type.
+
+    Raises:
+        ConfigError: it does not fit; the message names ``source`` and what would fit.
+    """
+    match option.kind:
+        case "text" | "path":
+            text = str(value)
+            return str(Path(text).expanduser()) if option.kind == "path" and text else text
+        case "list":
+            return tuple(str(item).strip() for item in _items(value) if str(item).strip())
+        case "switch":
+            return _parse_switch(value, source)
+        case "choice":
+            if value not in option.choices:
+                raise ConfigError(f"{source} is {value!r}", remedy=f"one of: {', '.join(option.choices)}")
+            return value
+        case _:
+            return _parse_number(option, value, source)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.split(",") if isinstance(value, str) else value
+
+
+def _parse_switch(value: Any, source: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    lowered = str(value).lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ConfigError(f"{source} is {value!r}", remedy="1 or 0")
+
+
+def _parse_number(option: Option, value: Any, source: str) -> int | float:
+    wanted = "a whole number" if option.kind == "integer" else "a number"
+    bounds = (
+        f" from {option.minimum:g} to {option.maximum:g}"
+        if option.minimum is not None and option.maximum is not None
+        else ""
+    )
+    try:
+        number: int | float = int(str(value)) if option.kind == "integer" else float(str(value))
+    except ValueError:
+        raise ConfigError(f"{source} is {value!r}", remedy=f"{wanted}{bounds}") from None
+    low = option.minimum if option.minimum is not None else float("-inf")
+    high = option.maximum if option.maximum is not None else float("inf")
+    if not low <= number <= high:
+        raise ConfigError(f"{source} is {value}", remedy=f"{wanted}{bounds}")
+    return number

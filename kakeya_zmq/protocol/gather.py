@@ -1,0 +1,482 @@
+"""Gathering: ask cache holders what they hold of a prefix, and fetch the parts that are missing.
+
+Rules
+ 1. All peers are asked at once. Nobody waits for a slow one: as soon as what is known covers the whole prompt, or when the
+    lookup timeout has passed, the open lookups are cancelled.
+ 2. Only missing parts are fetched, from the peer with the best link that holds them, side by side when they lie apart.
+ 3. A fetch that fails costs its peer the trust of this prompt; what arrived is kept, and the rest is planned anew over those
+    that are left: another peer, or else a shorter prefix.
+ 4. Whatever happens, the stage ends by ``lookup_timeout_s + fetch_timeout_s``.
+
+Theory of operation: ``LOOKING → FETCHING → FINISHED``. Each time something changes, ``_plan`` looks for the deepest position
+that parts at hand and parts of trusted peers can build; if parts of it are neither at hand nor on their way, it asks for
+them; if nothing is missing, the stage is finished. A finished fetch leaves its ask open until the peer's TransferResult
+arrives or the preparation ends, which nobody waits for. Leases are released without waiting for an answer: those asks are
+the only ones that may outlive the machine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kakeya_zmq.blocks import ROOT_HASH, Block
+from kakeya_zmq.coverage import describe_gap
+from kakeya_zmq.planner import LinkShare, MeasuredRates, decide_import
+from kakeya_zmq.protocol.effects import (
+    Ask,
+    AskFailed,
+    AskId,
+    AskProgressed,
+    AskReplied,
+    CancelAsk,
+    CloseLane,
+    ConnectReceiver,
+    Count,
+    CreditEarned,
+    Effect,
+    HostEvent,
+    LaneFinished,
+    LaneId,
+    PartsReceived,
+    SendUpdate,
+)
+from kakeya_zmq.protocol.holdings import Holdings, Reach
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PeerView, PreparationTask, TailHash
+from wire import limits
+from wire.codec import pack_hashes, unpack_bitmap
+from wire.errors import RemoteProtocolError
+from wire.messages import (
+    Credit,
+    Fetch,
+    Lookup,
+    LookupReply,
+    PartKind,
+    PartRef,
+    ReleaseLease,
+    SourceKind,
+    Tail,
+    TransferDone,
+    TransferGrant,
+)
+
+NO_LEASE = bytes(16)
+LINK_SAMPLE_BYTES_MIN = 256 * limits.KIB
+"""A smaller transfer measures the handshake, not the link."""
+
+
+class GatherPhase(enum.Enum):
+    IDLE = enum.auto()
+    LOOKING = enum.auto()
+    FETCHING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Fetch:
+    ask: AskId
+    refs: tuple[PartRef, ...]
+    started: float
+    grant_deadline: float
+    lane: LaneId | None = None
+    ask_open: bool = True
+
+
+@dataclass(slots=True)
+class _Peer:
+    view: PeerView
+    trusted: bool = True
+    lookup: AskId | None = None
+    presence: set[PartRef] = field(default_factory=set)
+    part_bytes: tuple[int, int, int] = (0, 0, 0)
+    lease_id: bytes = NO_LEASE
+    fetch: _Fetch | None = None
+
+    @property
+    def name(self) -> str:
+        return f"cache {self.view.node_id}"
+
+    def has(self, ref: PartRef) -> bool:
+        return self.trusted and ref in self.presence
+
+
+def link_order(view: PeerView) -> tuple[float, float, str]:
+    """Sort key: the fastest measured link first, unmeasured ones last, then the shorter round trip."""
+    return (-(view.megabytes_per_second or 0.0), view.round_trip_ms, view.node_id)
+
+
+class Gathering:
+    """Bring the missing parts of the deepest known position into ``holdings``.
+
+    Args:
+        task: the preparation's.
+        holdings: where parts go.
+        ids: numbers for asks and lanes.
+        rates: measured; link rates are added.
+        hash_tail: hashes the prompt's own tokens, to match tails of other prompts.
+        floor: tokens that are there without asking anybody.
+    """
+
+    def __init__(
+        self,
+        task: PreparationTask,
+        holdings: Holdings,
+        ids: IdAllocator,
+        rates: MeasuredRates,
+        hash_tail: TailHash,
+        floor: int,
+    ) -> None:
+        self._task = task
+        self._settings = task.settings
+        self._holdings = holdings
+        self._ids = ids
+        self._rates = rates
+        self._hash_tail = hash_tail
+        self._floor = floor
+        views = sorted(task.caches, key=link_order)[: self._settings.peers_max]
+        self._peers = [_Peer(view) for view in views]
+        block_tokens = task.facts.requirement.block_tokens
+        self._asked = tuple(block for block in task.chain.blocks if block.token_count == block_tokens)
+        self._ends = {ROOT_HASH: 0} | {block.block_hash: block.end for block in self._asked}
+        self._closing: set[AskId] = set()
+        self._stage_deadline = 0.0
+        self.phase = GatherPhase.IDLE
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is GatherPhase.FINISHED
+
+    def deadline(self) -> float | None:
+        if self.phase not in (GatherPhase.LOOKING, GatherPhase.FETCHING):
+            return None
+        waiting = (peer.fetch.grant_deadline for peer in self._peers if peer.fetch and peer.fetch.lane is None)
+        return min((self._stage_deadline, *waiting))
+
+    def owns(self, event: HostEvent) -> bool:
+        """Whether the event belongs to a lookup or fetch that is still open here."""
+        match event:
+            case AskReplied(ask=ask) | AskProgressed(ask=ask) | AskFailed(ask=ask):
+                return ask in self._closing or any(self._is_ask_of(peer, ask) for peer in self._peers)
+            case PartsReceived(lane=lane) | CreditEarned(lane=lane) | LaneFinished(lane=lane):
+                return any(peer.fetch is not None and peer.fetch.lane == lane for peer in self._peers)
+            case _:
+                return False
+
+    def start(self, now: float) -> list[Effect]:
+        self.phase = GatherPhase.LOOKING
+        self._stage_deadline = now + self._settings.lookup_timeout_s
+        body = Lookup(
+            fingerprint=self._task.fingerprint,
+            requirement=self._task.facts.requirement,
+            block_hashes=pack_hashes([block.block_hash for block in self._asked]),
+            lease_ms=self._task.stages_ms,
+        )
+        effects: list[Effect] = []
+        for peer in self._peers:
+            peer.lookup = self._ids.ask()
+            effects.append(Ask(peer.lookup, peer.view.node_id, body, self._settings.lookup_timeout_s))
+        return [*effects, *self._after_lookup(now)]
+
+    def on(self, event: HostEvent, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        match event:
+            case AskReplied(ask=ask) | AskFailed(ask=ask) if ask in self._closing:
+                self._closing.discard(ask)
+            case AskReplied() | AskFailed() | AskProgressed():
+                effects = self._ask_event(event, now)
+            case PartsReceived() | CreditEarned() | LaneFinished():
+                effects = self._lane_event(event, now)
+            case _:
+                pass
+        due = self.deadline()
+        if due is not None and now >= due:
+            effects += self._expire(now)
+        return effects
+
+    def cancel(self, now: float) -> list[Effect]:
+        """Leave nothing open; also called when the preparation ends."""
+        effects: list[Effect] = list(self._drop_lookups())
+        for peer in self._peers:
+            effects += self._drop_fetch(peer, "no longer wanted")
+        effects += [CancelAsk(ask) for ask in sorted(self._closing)]
+        self._closing.clear()
+        effects += self._release_leases()
+        self.phase = GatherPhase.FINISHED
+        return effects
+
+    # --- lookup ------------------------------------------------------------------------------------------------------
+
+    def _ask_event(self, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
+        for peer in self._peers:
+            if peer.lookup == event.ask:
+                return self._lookup_event(peer, event, now)
+            if peer.fetch is not None and peer.fetch.ask == event.ask:
+                return self._fetch_event(peer, peer.fetch, event, now)
+        return []
+
+    def _lookup_event(self, peer: _Peer, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        match event:
+            case AskReplied(body=LookupReply() as reply):
+                peer.lookup = None
+                try:
+                    self._note_presence(peer, reply)
+                except RemoteProtocolError:  # a peer that breaks the protocol is not asked again for this prompt
+                    effects = self._distrust(peer, "broke the protocol in its lookup reply")
+            case AskReplied():
+                peer.lookup = None
+                effects = self._distrust(peer, "answered a lookup with something else")
+            case AskFailed(code=code):
+                peer.lookup = None
+                effects = self._distrust(peer, f"lookup failed ({_words(code.name)})")
+            case AskProgressed():
+                return []
+        return [*effects, *self._after_lookup(now)]
+
+    def _note_presence(self, peer: _Peer, reply: LookupReply) -> None:
+        peer.lease_id = reply.lease_id
+        presence: set[PartRef] = set()
+        for kind in PartKind:
+            held = unpack_bitmap(reply.present[kind], len(self._asked))
+            presence.update(
+                PartRef(block_hash=block.block_hash, kind=kind)
+                for block, is_held in zip(self._asked, held, strict=True)
+                if is_held
+            )
+        peer.part_bytes = reply.part_bytes
+        for tail in reply.tails:
+            if self._is_own_tokens(tail):
+                self._holdings.add_tail(
+                    Block(tail.block_hash, tail.parent_hash, self._ends[tail.parent_hash], tail.token_count)
+                )
+                presence.update(
+                    PartRef(block_hash=tail.block_hash, kind=kind) for kind in PartKind if tail.kinds >> kind & 1
+                )
+        peer.presence = presence
+
+    def _is_own_tokens(self, tail: Tail) -> bool:
+        """Whether the tail's tokens are the prompt's own: only the hash of our own tokens can tell."""
+        start = self._ends.get(tail.parent_hash)
+        if start is None or start + tail.token_count > self._task.target:
+            return False
+        return self._hash_tail(tail.parent_hash, start, tail.token_count) == tail.block_hash
+
+    def _after_lookup(self, now: float) -> list[Effect]:
+        if self.phase is not GatherPhase.LOOKING:
+            return []
+        waiting = any(peer.lookup is not None for peer in self._peers)
+        if waiting and self._reach().position < self._holdings.importable.tokens:
+            return []
+        return self._begin_fetching(now)
+
+    def _begin_fetching(self, now: float) -> list[Effect]:
+        effects = self._drop_lookups()
+        self.phase = GatherPhase.FETCHING
+        self._stage_deadline = now + self._settings.fetch_timeout_s
+        return [*effects, *self._plan(now)]
+
+    def _drop_lookups(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer in self._peers:
+            if peer.lookup is not None:
+                effects.append(CancelAsk(peer.lookup))
+                peer.lookup = None
+        return effects
+
+    # --- fetch -------------------------------------------------------------------------------------------------------
+
+    def _available(self, ref: PartRef) -> bool:
+        return self._holdings.has(ref) or any(peer.has(ref) for peer in self._peers)
+
+    def _reach(self) -> Reach:
+        return self._holdings.reach(self._available)
+
+    def _plan(self, now: float) -> list[Effect]:
+        """Ask for what the deepest position lacks; finish when nothing is lacking, nothing is left, or it does not pay."""
+        reach = self._reach()
+        if reach.position < self._task.target:
+            gap = describe_gap(self._holdings.importable, self._task.facts.requirement, self._available, reach.position)
+            self._holdings.reason(f"known cache contents end at token {reach.position}: {gap}" if gap else "")
+        missing = self._holdings.missing(reach)
+        if reach.position <= self._floor or not missing:
+            return self._finish()
+        on_the_way = {ref for peer in self._peers if peer.fetch is not None for ref in peer.fetch.refs}
+        shares = self._assign(ref for ref in missing if ref not in on_the_way)
+        if shares and not self._pays(shares, reach):
+            return self._finish()
+        effects: list[Effect] = []
+        for peer, refs in shares:
+            if peer.fetch is None:
+                effects += self._begin_fetch(peer, refs, now)
+        return effects
+
+    def _assign(self, refs: Iterable[PartRef]) -> list[tuple[_Peer, tuple[PartRef, ...]]]:
+        shares: dict[int, list[PartRef]] = {}
+        for ref in refs:
+            holders = [index for index, peer in enumerate(self._peers) if peer.has(ref)]
+            # Peers are in link order; one that is busy with an earlier fetch would only be asked after it.
+            index = min(holders, key=lambda index: (self._peers[index].fetch is not None, index))
+            shares.setdefault(index, []).append(ref)
+        return [(self._peers[index], tuple(found[: limits.PARTS_PER_REQUEST_MAX])) for index, found in shares.items()]
+
+    def _pays(self, shares: list[tuple[_Peer, tuple[PartRef, ...]]], reach: Reach) -> bool:
+        links = [
+            LinkShare(
+                size_bytes=sum(peer.part_bytes[ref.kind] for ref in refs),
+                round_trip_ms=peer.view.round_trip_ms,
+                megabytes_per_second=peer.view.megabytes_per_second,
+            )
+            for peer, refs in shares
+        ]
+        total = self._holdings.received_bytes + sum(link.size_bytes for link in links)
+        if total > self._settings.max_import_bytes:
+            self._holdings.reason(f"{total / 1e6:.0f} MB from caches are more than the import limit")
+            return False
+        decision = decide_import(
+            links,
+            reach.position - self._floor,
+            self._rates,
+            minimum_savings_ratio=self._settings.minimum_savings_ratio,
+            penalty_ms=self._settings.compute_penalty_ms,
+            forced=self._task.remote_required,
+        )
+        if not decision.accepted:
+            self._holdings.reason(decision.describe())
+        return decision.accepted
+
+    def _begin_fetch(self, peer: _Peer, refs: tuple[PartRef, ...], now: float) -> list[Effect]:
+        ask = self._ids.ask()
+        remaining_s = max(0.001, self._stage_deadline - now)
+        peer.fetch = _Fetch(ask, refs, started=now, grant_deadline=now + self._settings.fetch_idle_timeout_s)
+        body = Fetch(
+            lease_id=peer.lease_id,
+            parts=refs,
+            suites=self._settings.suites,
+            chunk_bytes_max=self._settings.chunk_bytes,
+            credit_bytes=self._settings.credit_bytes,
+        )
+        return [Count("fetches"), Ask(ask, peer.view.node_id, body, remaining_s)]
+
+    def _fetch_event(
+        self, peer: _Peer, fetch: _Fetch, event: AskReplied | AskProgressed | AskFailed, now: float
+    ) -> list[Effect]:
+        match event:
+            case AskProgressed(body=TransferGrant() as grant):
+                if fetch.lane is not None:
+                    return []
+                fetch.lane = self._ids.lane()
+                budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
+                idle_s = self._settings.fetch_idle_timeout_s
+                return [ConnectReceiver(fetch.lane, peer.view.node_id, grant, fetch.refs, budget_bytes, idle_s)]
+            case AskProgressed():
+                return []
+            case AskReplied():
+                fetch.ask_open = False
+                # With a lane the bytes may still be under way: the lane tells. Without one nothing will ever come.
+                return [] if fetch.lane is not None else self._fail(peer, "ended a fetch without sending", now)
+            case AskFailed(code=code):
+                fetch.ask_open = False
+                return self._fail(peer, f"fetch failed ({_words(code.name)})", now)
+
+    def _lane_event(self, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
+        for peer in self._peers:
+            fetch = peer.fetch
+            if fetch is None or fetch.lane is None or fetch.lane != event.lane:
+                continue
+            match event:
+                case PartsReceived(parts=parts):
+                    return self._holdings.accept(parts, self._origin(peer), now)
+                case CreditEarned(credit_bytes=credit_bytes):
+                    return [SendUpdate(fetch.ask, Credit(credit_bytes=credit_bytes))] if fetch.ask_open else []
+                case LaneFinished(ok=True):
+                    return self._complete(peer, fetch, event.transferred_bytes, now)
+                case LaneFinished():
+                    fetch.lane = None
+                    return self._fail(peer, "broke off a transfer", now)
+        return []
+
+    def _complete(self, peer: _Peer, fetch: _Fetch, transferred_bytes: int, now: float) -> list[Effect]:
+        effects: list[Effect] = [Count("fetches_completed")]
+        elapsed_ms = (now - fetch.started) * 1000.0
+        self._holdings.spend(self._origin(peer), 0, elapsed_ms)
+        if transferred_bytes >= LINK_SAMPLE_BYTES_MIN:
+            self._rates.observe_link(peer.view.node_id, transferred_bytes, elapsed_ms)
+        if fetch.ask_open:
+            effects.append(SendUpdate(fetch.ask, TransferDone(complete=True)))
+            self._closing.add(fetch.ask)
+        absent = {ref for ref in fetch.refs if not self._holdings.has(ref)}
+        if absent:
+            # The peer no longer has them, or sent something that does not fit the prompt: don't ask it for these again.
+            peer.presence -= absent
+            effects += self._holdings.fallback(f"{peer.name} did not send {len(absent)} parts it had announced")
+        peer.fetch = None
+        return [*effects, *self._plan(now)]
+
+    def _fail(self, peer: _Peer, what: str, now: float) -> list[Effect]:
+        effects = [*self._drop_fetch(peer, what), Count("fetch_failures"), *self._distrust(peer, what)]
+        return [*effects, *self._plan(now)]
+
+    def _drop_fetch(self, peer: _Peer, reason: str) -> list[Effect]:
+        fetch, peer.fetch = peer.fetch, None
+        if fetch is None:
+            return []
+        effects: list[Effect] = []
+        if fetch.lane is not None:
+            effects.append(CloseLane(fetch.lane, ok=False, reason=reason))
+        if fetch.ask_open:
+            effects.append(CancelAsk(fetch.ask))
+        return effects
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _expire(self, now: float) -> list[Effect]:
+        if self.phase is GatherPhase.LOOKING:
+            effects: list[Effect] = []
+            for peer in self._peers:
+                if peer.lookup is not None:
+                    effects += self._distrust(peer, "did not answer a lookup in time")
+            return [*effects, *self._begin_fetching(now)]
+        if now >= self._stage_deadline:
+            effects = self._holdings.fallback("fetching took too long")
+            for peer in self._peers:
+                if peer.fetch is not None:
+                    effects += [*self._drop_fetch(peer, "fetch timed out"), Count("fetch_failures")]
+            return [*effects, *self._finish()]
+        late = [peer for peer in self._peers if peer.fetch and peer.fetch.lane is None and now >= peer.fetch.grant_deadline]
+        effects = []
+        for peer in late:
+            if not self.finished:
+                effects += self._fail(peer, "did not begin a fetch in time", now)
+        return effects
+
+    def _finish(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer in self._peers:
+            effects += self._drop_fetch(peer, "no longer wanted")
+        self.phase = GatherPhase.FINISHED
+        return [*effects, *self._release_leases()]
+
+    def _release_leases(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for peer in self._peers:
+            if peer.lease_id != NO_LEASE:
+                body = ReleaseLease(lease_id=peer.lease_id)
+                effects.append(Ask(self._ids.ask(), peer.view.node_id, body, self._settings.release_timeout_s))
+                peer.lease_id = NO_LEASE
+        return effects
+
+    def _distrust(self, peer: _Peer, what: str) -> list[Effect]:
+        peer.trusted = False
+        return self._holdings.fallback(f"{peer.name} {what}")
+
+    def _origin(self, peer: _Peer) -> tuple[SourceKind, str]:
+        return (SourceKind.REMOTE_CACHE, peer.view.node_id)
+
+    @staticmethod
+    def _is_ask_of(peer: _Peer, ask: AskId) -> bool:
+        return peer.lookup == ask or (peer.fetch is not None and peer.fetch.ask == ask)
+
+
+def _words(name: str) -> str:
+    return name.lower().replace("_", " ")

@@ -1,0 +1,293 @@
+"""What one preparation can build a prefix from: the local store, parts that just arrived, and where each came from.
+
+Not a machine: a value store shared by the machines of prompt preparation. Parts that arrive are kept in memory until the
+preparation ends, whatever the local store does with them; so a full or failing store costs nothing but a later hit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kakeya_zmq.blocks import ROOT_HASH, Block, Chain, Part, RawPart, needed_parts, raw_part
+from kakeya_zmq.coverage import best_boundary
+from kakeya_zmq.protocol.effects import Count, Effect, Note
+from kakeya_zmq.protocol.prepare_values import PreparationTask, TailHash, ValueSetter
+from kakeya_zmq.store import BlockStore
+from wire.errors import KakeyaError
+from wire.ids import LeaseId
+from wire.limits import TEXT_CHARACTERS_MAX
+from wire.messages import PartKind, PartRef, Requirement, Source, SourceKind
+
+REASONS_MAX = 32
+"""Reasons in one explanation: enough for every peer and worker of a prompt to fail in its own way."""
+ALTERNATIVE_TAILS_MAX = 16
+"""Other prompts' tails tried as deeper positions; each try walks the whole chain."""
+
+Origin = tuple[SourceKind, str]
+"""Source kind and node id ("" for this machine)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A position that can be had, and the chain on which it is the end of a block."""
+
+    position: int
+    chain: Chain
+
+
+def estimate_bytes(position: int, requirement: Requirement, part_bytes_per_token: tuple[int, int, int]) -> int:
+    """Bytes of the parts a hit at ``position`` needs; at most one block too many for windows."""
+    if position <= 0:
+        return 0
+    total = position * part_bytes_per_token[PartKind.FULL] if requirement.full else 0
+    if requirement.window_tokens > 0:
+        rows = requirement.window_tokens + requirement.sink_tokens + 2 * requirement.block_tokens
+        total += min(position, rows) * part_bytes_per_token[PartKind.WINDOW]
+    if requirement.state:
+        total += part_bytes_per_token[PartKind.STATE]
+    return total
+
+
+class Holdings:
+    """Parts at hand for one prompt.
+
+    Args:
+        task: the preparation's.
+        store: the local store, or None when the session does not use it.
+        set_value: takes gauges and last reasons.
+    """
+
+    def __init__(self, task: PreparationTask, store: BlockStore | None, set_value: ValueSetter) -> None:
+        self._task = task
+        self.set_value = set_value
+        self._store = store
+        self._requirement = task.facts.requirement
+        self._arrived: dict[PartRef, Part] = {}
+        self._origins: dict[PartRef, Origin] = {}
+        self._spent: dict[Origin, tuple[int, float]] = {}
+        self._blocks = {block.block_hash: block for block in task.chain.blocks}
+        self._lease_id: LeaseId | None = None
+        self._alternatives: dict[bytes, Chain] = {}
+        self.importable = self._cut_to_budget(task.chain)
+        """The chain up to the deepest position whose parts fit into the import budget."""
+        self.received_bytes = 0
+        self.new_parts: list[Part] = []
+        self.reasons: list[str] = []
+
+    # --- coverage ---------------------------------------------------------------------------------------------------
+
+    def has(self, ref: PartRef) -> bool:
+        return ref in self._arrived or (self._store is not None and self._store.has(ref))
+
+    def reach(self, has: Callable[[PartRef], bool]) -> Reach:
+        """The deepest position for which ``has`` holds for every needed part."""
+        best = Reach(best_boundary(self.importable, self._requirement, has), self.importable)
+        deeper = sorted(self._alternatives.values(), key=lambda chain: chain.tokens, reverse=True)
+        for chain in deeper[:ALTERNATIVE_TAILS_MAX]:
+            if chain.tokens <= best.position:
+                break
+            if all(has(ref) for ref in needed_parts(chain, chain.tokens, self._requirement)):
+                return Reach(chain.tokens, chain)
+        return best
+
+    def missing(self, reach: Reach) -> tuple[PartRef, ...]:
+        """Parts a hit at ``reach`` needs that are not at hand."""
+        needed = needed_parts(reach.chain, reach.position, self._requirement)
+        return tuple(ref for ref in needed if not self.has(ref))
+
+    def add_tail(self, tail: Block) -> None:
+        """Make the end of another prompt's tail a candidate position. The caller has checked its hash."""
+        parents = [block for block in self.importable.blocks if block.end <= tail.start]
+        if tail.block_hash in self._blocks or tail.start + tail.token_count > self._task.target:
+            return
+        if (parents[-1].end if parents else 0) != tail.start:
+            return
+        self._blocks[tail.block_hash] = tail
+        self._alternatives[tail.block_hash] = Chain(self.importable.block_tokens, (*parents, tail))
+
+    def find_local_tails(self, hash_tail: TailHash, boundary: int) -> bool:
+        """Look in the local store for tails of other prompts that continue ``boundary`` with this prompt's own tokens."""
+        if self._store is None:
+            return False
+        starts = {0: ROOT_HASH} | {block.end: block.block_hash for block in self.importable.blocks}
+        block_tokens = self.importable.block_tokens
+        for start, parent_hash in starts.items():
+            if start < boundary or start % block_tokens:
+                continue
+            tails = self._store.tails(parent_hash, fingerprint=self._task.fingerprint, block_tokens=block_tokens)
+            for tail in tails:
+                if start + tail.token_count > self._task.target:
+                    continue
+                if hash_tail(parent_hash, start, tail.token_count) == tail.block_hash:
+                    self.add_tail(Block(tail.block_hash, parent_hash, start, tail.token_count))
+        return bool(self._alternatives)
+
+    def _cut_to_budget(self, chain: Chain) -> Chain:
+        task, sizes = self._task, self._task.facts.part_bytes_per_token
+        fitting = tuple(
+            block
+            for block in chain.blocks
+            if estimate_bytes(block.end, self._requirement, sizes) <= task.settings.max_import_bytes
+        )
+        return chain if len(fitting) == len(chain.blocks) else Chain(chain.block_tokens, fitting)
+
+    # --- parts come in ----------------------------------------------------------------------------------------------
+
+    def accept(self, parts: Iterable[Part], origin: Origin, now: float) -> list[Effect]:
+        """Keep parts that arrived verified from another node, and promote them into the local store."""
+        effects: list[Effect] = []
+        limit_bytes = self._task.settings.max_import_bytes
+        for part in parts:
+            ref = part.meta.ref
+            if ref in self._arrived:
+                continue
+            if not self._fits_chain(part) or self.received_bytes + part.meta.length_bytes > limit_bytes:
+                effects.append(Count("parts_refused"))
+                continue
+            self._arrived[ref] = part
+            self._origins[ref] = origin
+            self.received_bytes += part.meta.length_bytes
+            self.spend(origin, part.meta.length_bytes, 0.0)
+            effects.append(Count("bytes_received", part.meta.length_bytes))
+            if origin[0] is SourceKind.WORKER:
+                self.new_parts.append(part)
+            effects.extend(self._promote(part, now))
+        return effects
+
+    def keep_computed(self, parts: Sequence[Part], now: float) -> list[Effect]:
+        """Put parts computed here into the local store and remember them for publishing."""
+        effects: list[Effect] = []
+        if self._task.publish:
+            self.new_parts.extend(parts)
+        for part in parts:
+            if not self._put(part, now):
+                effects.append(Count("hot_store_failures"))
+        return effects
+
+    def _promote(self, part: Part, now: float) -> list[Effect]:
+        if self._store is None or self._store.has(part.meta.ref):
+            return []
+        if not self._put(part, now):
+            return [Count("hot_promotion_failures")]
+        return [Count("hot_promotions"), Count("hot_promotion_bytes", part.meta.length_bytes)]
+
+    def _put(self, part: Part, now: float) -> bool:
+        if self._store is None:
+            return True
+        try:
+            self._store.put(part, fingerprint=self._task.fingerprint, now=now)
+        except KakeyaError:  # a cache error can only ever cause a later miss; the caller counts it
+            return False
+        return True
+
+    def _fits_chain(self, part: Part) -> bool:
+        block = self._blocks.get(part.meta.block_hash)
+        return (
+            block is not None
+            and (part.meta.start, part.meta.token_count) == (block.start, block.token_count)
+            and part.meta.parent_hash == block.parent_hash
+        )
+
+    # --- parts go out -----------------------------------------------------------------------------------------------
+
+    def collect(self, reach: Reach, now: float) -> tuple[RawPart, ...] | None:
+        """The parts of a hit at ``reach`` as the engine takes them, by (start, kind); None when one has vanished."""
+        refs = needed_parts(reach.chain, reach.position, self._requirement)
+        if self._store is not None:
+            self._store.touch(refs, now)
+        found: list[Part] = []
+        for ref in refs:
+            part = self._arrived.get(ref)
+            if part is None and self._store is not None:
+                part = self._store.get(ref)
+            if part is None:
+                return None
+            found.append(part)
+        found.sort(key=lambda part: (part.meta.start, part.meta.kind))
+        return tuple(raw_part(part) for part in found)
+
+    def hold(self, reach: Reach, now: float) -> None:
+        """Lease what the local store contributes to ``reach``, so that it stays until :meth:`release`."""
+        if self._store is None or reach.position == 0:
+            return
+        refs = [ref for ref in needed_parts(reach.chain, reach.position, self._requirement) if self._store.has(ref)]
+        self.release()
+        try:
+            self._lease_id = self._store.lease(refs, now, self._task.stages_ms).lease_id
+        except KakeyaError:  # the parts may be evicted before the import then, which is a miss, not an error
+            self._lease_id = None
+
+    def release(self) -> None:
+        """Give the local lease back, if there is one."""
+        if self._store is not None and self._lease_id is not None:
+            self._store.release(self._lease_id)
+        self._lease_id = None
+
+    def invalidate(self, reach: Reach) -> None:
+        """Drop everything that was used for ``reach``: the engine refused it, fresh parts must be able to replace it."""
+        dropped = set(needed_parts(reach.chain, reach.position, self._requirement))
+        self.release()
+        for ref in dropped:
+            self._arrived.pop(ref, None)
+            if self._store is not None:
+                self._store.invalidate(ref)
+        self.new_parts = [part for part in self.new_parts if part.meta.ref not in dropped]
+
+    # --- account ----------------------------------------------------------------------------------------------------
+
+    def spend(self, origin: Origin, size_bytes: int, elapsed_ms: float) -> None:
+        before_bytes, before_ms = self._spent.get(origin, (0, 0.0))
+        self._spent[origin] = (before_bytes + size_bytes, before_ms + elapsed_ms)
+
+    def reason(self, text: str) -> None:
+        """Remember why the prompt did not go better; repeated reasons are kept once."""
+        text = text[:TEXT_CHARACTERS_MAX]
+        if text and text not in self.reasons and len(self.reasons) < REASONS_MAX:
+            self.reasons.append(text)
+
+    def fallback(self, text: str) -> list[Effect]:
+        """Something failed and the next option is taken: count it and give the reason."""
+        self.reason(text)
+        self.set_value("last_fallback_reason", text)
+        return [Count("fallbacks"), Note("warning", text[:TEXT_CHARACTERS_MAX])]
+
+    def origin_kinds(self, reach: Reach) -> set[SourceKind]:
+        needed = needed_parts(reach.chain, reach.position, self._requirement)
+        return {self._origins.get(ref, (SourceKind.HOT, ""))[0] for ref in needed}
+
+    def sources(self, start: int, imported: Reach | None, end: int) -> tuple[Source, ...]:
+        """The stretches of [0, end): ``start`` tokens were live, or ``imported`` came from parts, the rest was computed."""
+        stretches: list[tuple[Origin, int, int]] = []
+        if imported is not None:
+            stretches = self._imported_stretches(imported)
+            start = imported.position
+        elif start > 0:
+            stretches = [((SourceKind.LIVE, ""), 0, start)]
+        if end > start:
+            stretches.append(((SourceKind.COMPUTED, ""), start, end))
+        unreported = dict(self._spent)
+        result: list[Source] = []
+        for origin, first, last in stretches:
+            size_bytes, elapsed_ms = unreported.pop(origin, (0, 0.0))
+            kind, node_id = origin
+            result.append(
+                Source(kind=kind, start=first, end=last, node_id=node_id, transfer_bytes=size_bytes, elapsed_ms=elapsed_ms)
+            )
+        return tuple(result)
+
+    def _imported_stretches(self, imported: Reach) -> list[tuple[Origin, int, int]]:
+        needed: dict[bytes, PartRef] = {}
+        for ref in needed_parts(imported.chain, imported.position, self._requirement):
+            needed.setdefault(ref.block_hash, ref)
+        stretches: list[tuple[Origin, int, int]] = []
+        origin: Origin = (SourceKind.HOT, "")
+        # From the back: a block out of which nothing is needed (before the window) belongs to the stretch after it.
+        for block in reversed([block for block in imported.chain.blocks if block.end <= imported.position]):
+            if block.block_hash in needed:
+                origin = self._origins.get(needed[block.block_hash], (SourceKind.HOT, ""))
+            if stretches and stretches[-1][0] == origin:
+                stretches[-1] = (origin, block.start, stretches[-1][2])
+            else:
+                stretches.append((origin, block.start, block.end))
+        return stretches[::-1]

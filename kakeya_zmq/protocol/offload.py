@@ -1,0 +1,334 @@
+"""Offloading: have a prefill worker compute the rest of a prefix and keep the parts it streams back.
+
+Rules
+ 1. Workers are tried one after another, cheapest first, only those that pay (all of them when remote is required); the
+    whole stage ends by ``worker_timeout_s``.
+ 2. A job asks for exactly the parts that a hit at the target needs beyond the deepest position already at hand. What a
+    failed worker has sent is kept: the next one is asked for less.
+ 3. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
+    announced aside, is given up.
+
+Theory of operation: one attempt at a time, ``SubmitJob → JobAccepted → TransferGrant → parts and JobProgress → lane
+finished``. The stage is finished when every part is at hand or no worker is left. The JobResult is awaited by nobody; when
+it comes before the preparation ends, it tells the worker's speed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kakeya_zmq.blocks import needed_parts
+from kakeya_zmq.planner import MeasuredRates, WorkerOffer, rank_workers
+from kakeya_zmq.protocol.effects import (
+    Ask,
+    AskFailed,
+    AskId,
+    AskProgressed,
+    AskReplied,
+    CancelAsk,
+    CloseLane,
+    ConnectReceiver,
+    Count,
+    CreditEarned,
+    Effect,
+    HostEvent,
+    LaneFinished,
+    LaneId,
+    PartsReceived,
+    SendUpdate,
+)
+from kakeya_zmq.protocol.holdings import Holdings, Reach, estimate_bytes
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
+from wire.ids import NodeId
+from wire.messages import (
+    Credit,
+    JobAccepted,
+    JobProgress,
+    JobResult,
+    PartRef,
+    SourceKind,
+    SubmitJob,
+    TransferDone,
+    TransferGrant,
+)
+
+JOB_ID_BYTES = 16
+SEGMENT_TOKENS = 256
+"""Tokens a worker computes between two signs of life; its grid is its own, this is the default."""
+
+
+class OffloadPhase(enum.Enum):
+    IDLE = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True)
+class _Attempt:
+    ask: AskId
+    node_id: NodeId
+    wanted: tuple[PartRef, ...]
+    started: float
+    patience_s: float
+    stall_deadline: float
+    lane: LaneId | None = None
+    ask_open: bool = True
+
+
+class Offload:
+    """Bring the parts of the target position into ``holdings`` with the help of prefill workers.
+
+    Args:
+        task: the preparation's.
+        holdings: where parts go.
+        ids: numbers for asks and lanes.
+        rates: measured; worker rates are added.
+        random_bytes: n → n random bytes, for job ids.
+    """
+
+    def __init__(
+        self,
+        task: PreparationTask,
+        holdings: Holdings,
+        ids: IdAllocator,
+        rates: MeasuredRates,
+        random_bytes: Callable[[int], bytes],
+    ) -> None:
+        self._task = task
+        self._settings = task.settings
+        self._holdings = holdings
+        self._ids = ids
+        self._rates = rates
+        self._random_bytes = random_bytes
+        self._queue: list[NodeId] = []
+        self._attempt: _Attempt | None = None
+        self._closing: dict[AskId, NodeId] = {}
+        self._stage_deadline = 0.0
+        self.phase = OffloadPhase.IDLE
+        self.progress: Progress | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.phase is OffloadPhase.FINISHED
+
+    def deadline(self) -> float | None:
+        if self._attempt is None:
+            return None
+        return min(self._stage_deadline, self._attempt.stall_deadline)
+
+    def owns(self, event: HostEvent) -> bool:
+        """Whether the event belongs to a job that is still open here."""
+        attempt = self._attempt
+        match event:
+            case AskReplied(ask=ask) | AskProgressed(ask=ask) | AskFailed(ask=ask):
+                return ask in self._closing or (attempt is not None and attempt.ask == ask)
+            case PartsReceived(lane=lane) | CreditEarned(lane=lane) | LaneFinished(lane=lane):
+                return attempt is not None and attempt.lane == lane
+            case _:
+                return False
+
+    def start(self, now: float) -> list[Effect]:
+        self.phase = OffloadPhase.RUNNING
+        self._stage_deadline = now + self._settings.worker_timeout_s
+        self._queue = self._choose()
+        return self._next(now)
+
+    def on(self, event: HostEvent, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        attempt = self._attempt
+        match event:
+            case AskReplied(ask=ask) | AskFailed(ask=ask) if ask in self._closing:
+                self._close_ask(event)
+            case AskReplied(ask=ask) | AskFailed(ask=ask) | AskProgressed(ask=ask) if attempt and attempt.ask == ask:
+                effects = self._ask_event(attempt, event, now)
+            case PartsReceived(lane=lane) | CreditEarned(lane=lane) | LaneFinished(lane=lane) if (
+                attempt and attempt.lane == lane
+            ):
+                effects = self._lane_event(attempt, event, now)
+            case _:
+                pass
+        due = self.deadline()
+        if due is not None and now >= due:
+            effects += self._expire(now)
+        return effects
+
+    def cancel(self, now: float) -> list[Effect]:
+        """Leave nothing open; also called when the preparation ends."""
+        effects = [*self._drop_attempt("no longer wanted"), *(CancelAsk(ask) for ask in sorted(self._closing))]
+        self._closing.clear()
+        self._queue.clear()
+        self.phase = OffloadPhase.FINISHED
+        return effects
+
+    # --- choice ------------------------------------------------------------------------------------------------------
+
+    def _base(self) -> int:
+        """The deepest position at hand that is a boundary of the prompt's own chain: a worker knows no other tails."""
+        reach = self._holdings.reach(self._holdings.has)
+        if any(block.end == reach.position for block in self._task.chain.blocks):
+            return reach.position
+        return max((block.end for block in self._task.chain.blocks if block.end <= reach.position), default=0)
+
+    def _choose(self) -> list[NodeId]:
+        task, rates = self._task, self._rates
+        base = self._base()
+        at_hand = max(task.live_position, self._holdings.reach(self._holdings.has).position)
+        sizes = task.facts.part_bytes_per_token
+        transfer_bytes = estimate_bytes(task.target, task.facts.requirement, sizes)
+        transfer_bytes -= estimate_bytes(base, task.facts.requirement, sizes)
+        offers = [
+            WorkerOffer(
+                node_id=worker.node_id,
+                tokens_per_second=worker.prefill_tokens_per_second,
+                queued_tokens=worker.queued_tokens,
+                round_trip_ms=worker.round_trip_ms,
+                megabytes_per_second=worker.megabytes_per_second,
+                free_memory_bytes=worker.free_memory_bytes,
+            )
+            for worker in task.workers
+        ]
+        decisions = rank_workers(
+            offers,
+            worker_tokens=task.target - base,
+            local_tokens=task.target - at_hand,
+            transfer_bytes=max(0, transfer_bytes),
+            rates=rates,
+            minimum_savings_ratio=self._settings.minimum_savings_ratio,
+            penalty_ms=self._settings.compute_penalty_ms,
+            forced=task.remote_required,
+        )
+        for decision in decisions:
+            if not decision.accepted:
+                self._holdings.reason(decision.describe())
+        return [decision.node_id for decision in decisions if decision.accepted]
+
+    def _next(self, now: float) -> list[Effect]:
+        task = self._task
+        base = self._base()
+        if base == task.target or not self._queue or now >= self._stage_deadline:
+            self.phase = OffloadPhase.FINISHED
+            return []
+        node_id = self._queue.pop(0)
+        starts = {block.block_hash: block.start for block in task.chain.blocks}
+        # A part beyond the base that happens to be at hand stays in the list: the worker will send it, not knowing of it.
+        wanted = tuple(
+            ref for ref in needed_parts(task.chain, task.target, task.facts.requirement) if starts[ref.block_hash] >= base
+        )
+        ask = self._ids.ask()
+        patience_s = self._patience_s(node_id)
+        self._attempt = _Attempt(ask, node_id, wanted, now, patience_s, now + patience_s)
+        self._report(base, task.target)
+        body = SubmitJob(
+            job_id=self._random_bytes(JOB_ID_BYTES),
+            fingerprint=task.fingerprint,
+            tokens=task.tokens.astype("<i4", copy=False).tobytes(),
+            have_tokens=base,
+            suites=self._settings.suites,
+            chunk_bytes_max=self._settings.chunk_bytes,
+            credit_bytes=self._settings.credit_bytes,
+        )
+        return [Count("remote_jobs"), Ask(ask, node_id, body, max(0.001, self._stage_deadline - now))]
+
+    def _patience_s(self, node_id: NodeId) -> float:
+        declared = next(w.prefill_tokens_per_second for w in self._task.workers if w.node_id == node_id)
+        speed = self._rates.worker_tokens_per_second(node_id, declared)
+        return self._settings.worker_stall_timeout_s + 2 * SEGMENT_TOKENS / speed
+
+    # --- one attempt -------------------------------------------------------------------------------------------------
+
+    def _ask_event(self, attempt: _Attempt, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
+        attempt.stall_deadline = now + attempt.patience_s
+        match event:
+            case AskProgressed(body=JobAccepted(eta_ms=eta_ms)):
+                attempt.stall_deadline += eta_ms / 1000.0
+            case AskProgressed(body=JobProgress(tokens_done=done, tokens_total=total)):
+                self._report(done, total)
+            case AskProgressed(body=TransferGrant() as grant) if attempt.lane is None:
+                attempt.lane = self._ids.lane()
+                budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
+                # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.
+                idle_s = self._settings.worker_timeout_s
+                return [ConnectReceiver(attempt.lane, attempt.node_id, grant, attempt.wanted, budget_bytes, idle_s)]
+            case AskProgressed():
+                pass
+            case AskReplied(body=body):
+                attempt.ask_open = False
+                self._learn(attempt.node_id, body)
+                if attempt.lane is None:
+                    return self._fail("ended the job without sending", now)
+            case AskFailed(code=code):
+                attempt.ask_open = False
+                return self._fail(f"job failed ({code.name.lower().replace('_', ' ')})", now)
+        return []
+
+    def _lane_event(self, attempt: _Attempt, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
+        attempt.stall_deadline = now + attempt.patience_s
+        match event:
+            case PartsReceived(parts=parts):
+                return self._holdings.accept(parts, (SourceKind.WORKER, attempt.node_id), now)
+            case CreditEarned(credit_bytes=credit_bytes):
+                return [SendUpdate(attempt.ask, Credit(credit_bytes=credit_bytes))] if attempt.ask_open else []
+            case LaneFinished(ok=True):
+                return self._complete(attempt, now)
+            case LaneFinished():
+                attempt.lane = None
+                return self._fail("broke off the transfer", now)
+
+    def _complete(self, attempt: _Attempt, now: float) -> list[Effect]:
+        attempt.lane = None
+        if self._holdings.missing(Reach(self._task.target, self._task.chain)):
+            return self._fail("sent less than was needed", now)
+        self._holdings.spend((SourceKind.WORKER, attempt.node_id), 0, (now - attempt.started) * 1000.0)
+        self._attempt = None
+        self.phase = OffloadPhase.FINISHED
+        self._report(self._task.target, self._task.target)
+        effects: list[Effect] = [Count("remote_jobs_completed")]
+        if attempt.ask_open:
+            self._closing[attempt.ask] = attempt.node_id
+            effects.append(SendUpdate(attempt.ask, TransferDone(complete=True)))
+        return effects
+
+    def _fail(self, what: str, now: float) -> list[Effect]:
+        attempt = self._attempt
+        if attempt is None:
+            return []
+        effects = self._drop_attempt(what)
+        effects.append(Count("remote_job_failures"))
+        effects += self._holdings.fallback(f"worker {attempt.node_id} {what}")
+        return [*effects, *self._next(now)]
+
+    def _drop_attempt(self, reason: str) -> list[Effect]:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return []
+        effects: list[Effect] = []
+        if attempt.lane is not None:
+            effects.append(CloseLane(attempt.lane, ok=False, reason=reason))
+        if attempt.ask_open:
+            effects.append(CancelAsk(attempt.ask))
+        return effects
+
+    def _expire(self, now: float) -> list[Effect]:
+        if now >= self._stage_deadline:
+            self._queue.clear()
+            return self._fail("did not finish in time", now)
+        return self._fail("stalled", now)
+
+    def _close_ask(self, event: AskReplied | AskFailed) -> None:
+        node_id = self._closing.pop(event.ask)
+        if isinstance(event, AskReplied):
+            self._learn(node_id, event.body)
+
+    def _learn(self, node_id: NodeId, body: object) -> None:
+        if isinstance(body, JobResult):
+            self._rates.observe_worker(node_id, body.tokens_computed, body.compute_ms)
+
+    def _report(self, done: int, total: int) -> None:
+        target = self._task.target
+        self._holdings.set_value("remote_job_tokens_total", min(total, target))
+        self._holdings.set_value("remote_job_tokens_computed", min(done, target))
+        before = self.progress.tokens_done if self.progress is not None else 0
+        # A second worker may start below the first one's mark; what a user sees never goes back.
+        self.progress = Progress(max(before, min(done, target)), target, SourceKind.WORKER)

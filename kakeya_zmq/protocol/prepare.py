@@ -1,0 +1,406 @@
+"""Prompt preparation: bring one session's KV up to date by whatever is cheapest, and say why it cost what it cost.
+
+Rules
+ 1. The answer never depends on the fleet: whatever fails, what was verified is kept, the next option is taken, the failure
+    is counted and its reason kept for the explanation. No failure of a peer, store or transfer is raised.
+ 2. A full hit at home waits for nobody; nobody waits for a slow peer when the answer is known.
+ 3. Only parts that :func:`kakeya_zmq.blocks.needed_parts` names for the position are imported, all of them, from one chain.
+ 4. REMOTE_REQUIRED never computes here: either the whole prefix is there, or the session stays as it was and the outcome is
+    Unavailable. LOCAL_ONLY never asks anybody.
+ 5. When ``outcome`` is set, nothing of this machine is open any more, except releases of leases that nobody waits for.
+
+Theory of operation. The phases follow each other as in ``TRANSITIONS``; each is entered at most once, which bounds the
+whole. GATHER and OFFLOAD are machines of their own (kakeya_zmq.protocol.gather and .offload) that fill the holdings;
+IMPORT and COMPUTE are one engine command each. Between them stands one question: how deep do the parts at hand reach, and
+is that deeper than the session's own KV? An import the engine refuses empties the session and leads to COMPUTE from 0.
+``position`` follows the engine's events only, so that it is right whenever the machine ends.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kakeya_zmq.blocks import Part, bind_parts
+from kakeya_zmq.coverage import describe_gap
+from kakeya_zmq.engine import CommandFailed, ImportPrefix, Prefill, PrefixImported, SegmentComputed
+from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.effects import (
+    CancelCommand,
+    CommandEnded,
+    CommandEvent,
+    Count,
+    Effect,
+    HostEvent,
+    Note,
+    RunCommand,
+    Tick,
+    Ticket,
+)
+from kakeya_zmq.protocol.gather import Gathering
+from kakeya_zmq.protocol.holdings import Holdings, Reach
+from kakeya_zmq.protocol.offload import Offload
+from kakeya_zmq.protocol.prepare_values import (
+    Cancelled,
+    IdAllocator,
+    PeerView,
+    PreparationOutcome,
+    PreparationSettings,
+    PreparationTask,
+    Progress,
+    Ready,
+    TailHash,
+    Unavailable,
+    ValueSetter,
+    WorkerView,
+)
+from kakeya_zmq.store import BlockStore
+from wire.errors import LocalProtocolError
+from wire.messages import Explanation, PrefillPolicy, SourceKind
+
+__all__ = [
+    "Cancelled",
+    "IdAllocator",
+    "PeerView",
+    "PreparationOutcome",
+    "PreparationSettings",
+    "PreparationTask",
+    "Progress",
+    "PromptPreparation",
+    "Ready",
+    "Unavailable",
+    "WorkerView",
+]
+
+
+class Phase(enum.Enum):
+    LOCAL = "looking at home"
+    GATHER = "asking caches"
+    OFFLOAD = "waiting for a worker"
+    IMPORT = "importing"
+    COMPUTE = "computing the rest"
+    FINISHED = "finished"
+
+
+TRANSITIONS: Final[Mapping[Phase, frozenset[Phase]]] = {
+    Phase.LOCAL: frozenset({Phase.GATHER, Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
+    Phase.GATHER: frozenset({Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
+    Phase.OFFLOAD: frozenset({Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
+    Phase.IMPORT: frozenset({Phase.COMPUTE, Phase.FINISHED}),
+    Phase.COMPUTE: frozenset({Phase.FINISHED}),
+    Phase.FINISHED: frozenset(),
+}
+
+
+def _ignore_value(name: str, value: object) -> None:
+    """The default for a host that keeps no values."""
+
+
+class PromptPreparation:
+    """One append on one session. Feed it ``start``, then ``on`` until ``outcome`` is set.
+
+    Args:
+        task: what to prepare, for whom, with whose help.
+        store: the local block store, or None when the session neither reads nor fills it.
+        ids: numbers for asks, lanes and tickets.
+        rates: measured rates; read and updated.
+        hash_tail: (parent hash, start, count) → chained hash of the prompt's own tokens there.
+        random_bytes: n → n random bytes.
+        set_value: takes the gauges and last reasons of the ``prefill`` telemetry section.
+    """
+
+    def __init__(
+        self,
+        task: PreparationTask,
+        *,
+        store: BlockStore | None,
+        ids: IdAllocator,
+        rates: MeasuredRates,
+        hash_tail: TailHash,
+        random_bytes: Callable[[int], bytes],
+        set_value: ValueSetter = _ignore_value,
+    ) -> None:
+        self._task = task
+        self._store = store
+        self._ids = ids
+        self._rates = rates
+        self._holdings = Holdings(task, store, set_value)
+        self._hash_tail = hash_tail
+        self._offload = Offload(task, self._holdings, ids, rates, random_bytes)
+        self._gathering: Gathering | None = None
+        self._ticket: Ticket | None = None
+        self._import: Reach | None = None
+        """What is being imported, then what was imported; None when nothing was."""
+        self._failure: str | None = None
+        self._cancelled = False
+        self._started: float | None = None
+        self._live = task.live_position
+        """Tokens of the session's own KV that were there before and still are."""
+        self._imported_bytes = 0
+        self.phase = Phase.LOCAL
+        self.position = task.live_position
+        """Tokens whose KV the engine session holds."""
+        self.outcome: PreparationOutcome | None = None
+
+    # --- what the host sees ------------------------------------------------------------------------------------------
+
+    @property
+    def progress(self) -> Progress:
+        target = self._task.target
+        if self.phase is Phase.OFFLOAD and self._offload.progress is not None:
+            return self._offload.progress
+        if self.position == self._live:
+            return Progress(self.position, target, SourceKind.LIVE)
+        if self._import is not None and self.position == self._import.position:
+            return Progress(self.position, target, max(self._holdings.origin_kinds(self._import)))
+        return Progress(self.position, target, SourceKind.COMPUTED)
+
+    @property
+    def new_parts(self) -> tuple[Part, ...]:
+        """Parts computed for this prompt, here or by a worker, when the session may publish."""
+        return tuple(self._holdings.new_parts) if self._task.publish else ()
+
+    def deadline(self) -> float | None:
+        match self.phase:
+            case Phase.GATHER if self._gathering is not None:
+                return self._gathering.deadline()
+            case Phase.OFFLOAD:
+                return self._offload.deadline()
+            case _:
+                return None
+
+    def start(self, now: float) -> list[Effect]:
+        """Begin.
+
+        Raises:
+            LocalProtocolError: it was started before.
+        """
+        if self._started is not None or self.phase is not Phase.LOCAL:
+            raise LocalProtocolError("a preparation starts once")
+        self._started = now
+        task, holdings = self._task, self._holdings
+        if self.position == task.target:
+            return self._finish(now)
+        reach = holdings.reach(holdings.has)
+        if reach.position < task.target and holdings.find_local_tails(self._hash_tail, reach.position):
+            reach = holdings.reach(holdings.has)
+        floor = max(self.position, reach.position)
+        if floor == task.target:
+            return self._apply(now, reach)
+        holdings.hold(reach, now)
+        if self._store is not None:
+            gap = describe_gap(holdings.importable, task.facts.requirement, holdings.has, reach.position)
+            holdings.reason(f"own cache ends at token {reach.position}: {gap}" if gap else "")
+        if holdings.importable.tokens < task.target:
+            holdings.reason(f"only the first {holdings.importable.tokens} tokens fit into the import limit")
+        if self._wants_help(task.target - floor) and task.caches:
+            self._enter(Phase.GATHER)
+            self._gathering = Gathering(task, holdings, self._ids, self._rates, self._hash_tail, floor)
+            effects = self._gathering.start(now)
+            return [*effects, *self._after_gather(now)]
+        return self._begin_offload(now)
+
+    def on(self, event: HostEvent, now: float) -> list[Effect]:
+        """Take one event; events of things that are closed already are ignored."""
+        if self.outcome is not None:
+            return []
+        effects: list[Effect] = []
+        gathering = self._gathering
+        match event:
+            case Tick():
+                if self.phase is Phase.GATHER and gathering is not None:
+                    effects = gathering.on(event, now)
+                elif self.phase is Phase.OFFLOAD:
+                    effects = self._offload.on(event, now)
+            case CommandEvent(ticket=ticket) | CommandEnded(ticket=ticket):
+                return self._engine_event(event, now) if ticket == self._ticket else []
+            case _ if gathering is not None and gathering.owns(event):
+                effects = gathering.on(event, now)
+            case _ if self._offload.owns(event):
+                effects = self._offload.on(event, now)
+            case _:
+                return []
+        if self.phase is Phase.GATHER:
+            effects += self._after_gather(now)
+        elif self.phase is Phase.OFFLOAD:
+            effects += self._after_offload(now)
+        return effects
+
+    def cancel(self, now: float) -> list[Effect]:
+        """Stop. The outcome follows at once, or when the engine has let go of the session."""
+        if self.outcome is not None or self._cancelled:
+            return []
+        self._cancelled = True
+        if self._ticket is None:
+            return self._finish(now)
+        if self.phase is Phase.IMPORT:
+            return []  # one bounded step: its end tells where the session stands
+        return [CancelCommand(self._ticket)]
+
+    # --- phases ------------------------------------------------------------------------------------------------------
+
+    def _enter(self, phase: Phase) -> None:
+        if phase not in TRANSITIONS[self.phase]:
+            raise LocalProtocolError(f"preparation cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
+
+    def _wants_help(self, remaining_tokens: int) -> bool:
+        task = self._task
+        if task.policy is PrefillPolicy.LOCAL_ONLY or remaining_tokens <= 0:
+            return False
+        if task.remote_required:
+            return True
+        wanted = remaining_tokens >= task.settings.remote_minimum_tokens
+        if not wanted and (task.caches or task.workers):
+            self._holdings.reason(f"{remaining_tokens} tokens are too few to ask the fleet")
+        return wanted
+
+    def _after_gather(self, now: float) -> list[Effect]:
+        if self._gathering is None or not self._gathering.finished:
+            return []
+        return self._begin_offload(now)
+
+    def _begin_offload(self, now: float) -> list[Effect]:
+        task = self._task
+        reach = self._holdings.reach(self._holdings.has)
+        at_hand = max(self.position, reach.position)
+        affordable = self._holdings.importable.tokens == task.target
+        if not (self._wants_help(task.target - at_hand) and task.workers and affordable):
+            return self._apply(now, reach)
+        self._enter(Phase.OFFLOAD)
+        effects = self._offload.start(now)
+        return [*effects, *self._after_offload(now)]
+
+    def _after_offload(self, now: float) -> list[Effect]:
+        return self._apply(now, self._holdings.reach(self._holdings.has)) if self._offload.finished else []
+
+    def _apply(self, now: float, reach: Reach) -> list[Effect]:
+        """All help is in: import what reaches deeper than the session's own KV, or go on from there."""
+        task, holdings = self._task, self._holdings
+        if task.remote_required and max(reach.position, self.position) < task.target:
+            self._failure = self._shortfall(reach)
+            return self._finish(now)
+        if reach.position <= self.position:
+            return self._compute(now)
+        parts = holdings.collect(reach, now)
+        self._imported_bytes = sum(part.payload.nbytes for part in parts or ())
+        if parts is None or self._imported_bytes > task.settings.max_import_bytes:
+            text = "a part was evicted before its import" if parts is None else "the prefix is larger than the import limit"
+            effects = holdings.fallback(text)
+            if task.remote_required:
+                self._failure = text
+                return [*effects, *self._finish(now)]
+            return [*effects, *self._compute(now)]
+        self._enter(Phase.IMPORT)
+        self._import = reach
+        self._ticket = self._ids.ticket()
+        return [RunCommand(self._ticket, ImportPrefix(task.session_id, reach.position, parts))]
+
+    def _shortfall(self, reach: Reach) -> str:
+        there = max(reach.position, self.position)
+        text = f"remote prefill is required, and the fleet delivered {there} of {self._task.target} tokens"
+        last = self._holdings.reasons[-1] if self._holdings.reasons else "no worker or cache is known"
+        return f"{text}: {last}"
+
+    def _compute(self, now: float) -> list[Effect]:
+        task = self._task
+        if self.position == task.target:
+            return self._finish(now)
+        if task.remote_required:
+            self._failure = self._failure or self._shortfall(Reach(self.position, task.chain))
+            return self._finish(now)
+        self._enter(Phase.COMPUTE)
+        self._ticket = self._ids.ticket()
+        capture = self._store is not None or task.publish
+        tokens = task.tokens[self.position : task.target]
+        return [RunCommand(self._ticket, Prefill(task.session_id, tokens, capture))]
+
+    # --- engine ------------------------------------------------------------------------------------------------------
+
+    def _engine_event(self, event: CommandEvent | CommandEnded, now: float) -> list[Effect]:
+        if isinstance(event, CommandEnded):
+            return self._engine_ended(event, now)
+        match event.event:
+            case PrefixImported(position=position, elapsed_ms=elapsed_ms):
+                self.position = position
+                self._rates.observe_import(self._imported_bytes, elapsed_ms)
+            case SegmentComputed(position=position, parts=raw_parts, elapsed_ms=elapsed_ms):
+                computed = position - self.position
+                self.position = position
+                self._rates.observe_local(computed, elapsed_ms)
+                effects: list[Effect] = [Count("tokens_computed", computed)]
+                try:
+                    parts = bind_parts(self._task.chain, raw_parts)
+                except ValueError:  # parts the chain does not know cannot be kept; the session's KV is right all the same
+                    return [*effects, Count("capture_mismatches")]
+                return [*effects, *self._holdings.keep_computed(parts, now)]
+            case CommandFailed(message=message, position=position):
+                self.position = position
+                self._failure = message
+            case _:
+                pass
+        return []
+
+    def _engine_ended(self, event: CommandEnded, now: float) -> list[Effect]:
+        self._ticket = None
+        if event.position is not None:
+            self.position = event.position
+        if self._cancelled:
+            return self._finish(now)
+        if self.phase is Phase.IMPORT:
+            return self._import_ended(now)
+        if self.position != self._task.target and self._failure is None:
+            self._failure = "the engine stopped early"
+        return self._finish(now)
+
+    def _import_ended(self, now: float) -> list[Effect]:
+        reach = self._import
+        if reach is not None and self.position == reach.position and self._failure is None:
+            return self._compute(now)
+        effects: list[Effect] = [Count("import_failures")]
+        effects += self._holdings.fallback(f"import failed: {self._failure or 'the engine stopped early'}")
+        if reach is not None:
+            self._holdings.invalidate(reach)
+        self._import = None
+        self._live = min(self._live, self.position)
+        if not self._task.remote_required:
+            self._failure = None
+        return [*effects, *self._compute(now)]
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    def _finish(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        if self._gathering is not None:
+            effects += self._gathering.cancel(now)
+        effects += self._offload.cancel(now)
+        self._holdings.release()
+        self._enter(Phase.FINISHED)
+        if self._cancelled:
+            self.outcome = Cancelled(self.position, self.new_parts)
+            return effects
+        explanation = self._explain(now)
+        if self._failure is None and self.position == self._task.target:
+            self.outcome = Ready(self.position, explanation, self.new_parts)
+            return [*effects, *self._count_reuse()]
+        reason = self._failure or "the prefix could not be prepared"
+        self.outcome = Unavailable(self.position, reason, explanation, self.new_parts)
+        return [*effects, Count("preparations_unavailable"), Note("warning", f"prompt not prepared: {reason}"[:512])]
+
+    def _explain(self, now: float) -> Explanation:
+        live = self._live if self._import is None else 0
+        return Explanation(
+            prompt_tokens=len(self._task.tokens),
+            sources=self._holdings.sources(live, self._import, self.position),
+            reasons=tuple(self._holdings.reasons),
+            elapsed_ms=max(0.0, (now - (now if self._started is None else self._started)) * 1000.0),
+        )
+
+    def _count_reuse(self) -> list[Effect]:
+        reach = self._import
+        if reach is None:
+            # The session's own KV is no hit of a cache; a prompt that had to begin at nothing is a miss.
+            return [Count("misses")] if self._live == 0 and self._task.target > 0 else []
+        remote = self._holdings.origin_kinds(reach) & {SourceKind.REMOTE_CACHE, SourceKind.WORKER}
+        return [Count("remote_hits" if remote else "local_hits"), Count("tokens_reused", reach.position)]

@@ -1,0 +1,337 @@
+"""Background publishing: give new parts to cache peers, without anybody waiting for it.
+
+Rules
+ 1. Nothing here ever delays a user: the queue is bounded in deliveries and bytes, and the oldest delivery is dropped (and
+    counted) to make room.
+ 2. A run of parts goes to the peers that rendezvous hashing ranks first for its first block. Runs begin where a prompt left
+    what was known, so that one prompt's new blocks stay together, different prompts spread over the fleet, and the same
+    prefix computed twice lands on the same peer.
+ 3. A failed delivery is tried once more, on another peer if there is one. Every attempt ends as a success or a failure in
+    the counters.
+ 4. Payloads are referenced, never copied.
+
+Theory of operation: one delivery is one PublishOffer to one peer, ``OFFERED → SENDING → AWAITING_RESULT``; a peer that wants
+nothing skips to the result. Each delivery has a stall clock that every event of its own winds up, and an absolute deadline.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kakeya_zmq.blocks import Part
+from kakeya_zmq.planner import rank_replicas
+from kakeya_zmq.protocol.effects import (
+    AddCredit,
+    Ask,
+    AskFailed,
+    AskId,
+    AskProgressed,
+    AskReplied,
+    CancelAsk,
+    CloseLane,
+    ConnectSender,
+    Count,
+    Effect,
+    HostEvent,
+    LaneFinished,
+    LaneId,
+    Tick,
+)
+from kakeya_zmq.protocol.prepare_values import IdAllocator, ValueSetter
+from wire import limits
+from wire.codec import unpack_bitmap
+from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.ids import NodeId
+from wire.messages import CipherSuite, Credit, PublishGrant, PublishOffer, PublishResult
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSettings:
+    """Bounds of background publishing."""
+
+    replication_factor: int = 1
+    """Peers that get each part; 0 switches publishing off."""
+    attempts_max: int = 2
+    in_flight_max: int = 2
+    queue_deliveries_max: int = 256
+    queue_bytes_max: int = 512 * limits.MIB
+    """Payloads kept alive by waiting deliveries."""
+    batch_parts_max: int = 1024
+    """About 130 KiB of descriptions in one offer."""
+    batch_bytes_max: int = 256 * limits.MIB
+    delivery_timeout_s: float = 120.0
+    stall_timeout_s: float = 15.0
+    suites: tuple[CipherSuite, ...] = (CipherSuite.AES_256_GCM, CipherSuite.SECRETBOX)
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT
+
+    def __post_init__(self) -> None:
+        counts = (
+            self.attempts_max,
+            self.in_flight_max,
+            self.queue_deliveries_max,
+            self.queue_bytes_max,
+            self.batch_bytes_max,
+        )
+        if min(counts) <= 0 or self.replication_factor < 0:
+            raise LocalProtocolError("publish limits must be positive")
+        if not 0 < self.batch_parts_max <= limits.PARTS_PER_MANIFEST_MAX:
+            raise LocalProtocolError(f"a batch has 1 to {limits.PARTS_PER_MANIFEST_MAX} parts")
+        if min(self.delivery_timeout_s, self.stall_timeout_s) <= 0 or not self.suites:
+            raise LocalProtocolError("publish timeouts must be positive, and a cipher suite must be offered")
+
+
+class DeliveryPhase(enum.Enum):
+    OFFERED = enum.auto()
+    SENDING = enum.auto()
+    AWAITING_RESULT = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """Parts for one peer; ``spares`` are tried after it fails."""
+
+    fingerprint: bytes
+    parts: tuple[Part, ...]
+    node_id: NodeId
+    spares: tuple[NodeId, ...]
+    attempt: int = 1
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size_bytes", sum(part.meta.length_bytes for part in self.parts))
+
+
+@dataclass(slots=True, eq=False)
+class _Active:
+    delivery: _Delivery
+    ask: AskId
+    deadline: float
+    stall_deadline: float
+    phase: DeliveryPhase = DeliveryPhase.OFFERED
+    lane: LaneId | None = None
+    wanted_bytes: int = 0
+
+
+def _ignore_value(name: str, value: object) -> None:
+    """The default for a host that keeps no values."""
+
+
+class Publisher:
+    """Feed it parts with :meth:`publish` and the host's events with :meth:`on`; it never has an outcome.
+
+    Args:
+        settings: bounds.
+        ids: numbers for asks and lanes.
+        set_value: takes ``last_publish_error`` of the ``prefill`` telemetry section.
+    """
+
+    def __init__(
+        self,
+        settings: PublishSettings,
+        ids: IdAllocator,
+        set_value: ValueSetter = _ignore_value,
+    ) -> None:
+        self._settings = settings
+        self._ids = ids
+        self._set_value = set_value
+        self._queue: deque[_Delivery] = deque()
+        self._queue_bytes = 0
+        self._active: list[_Active] = []
+
+    @property
+    def waiting(self) -> int:
+        """Deliveries that have not begun."""
+        return len(self._queue)
+
+    @property
+    def idle(self) -> bool:
+        return not self._queue and not self._active
+
+    def deadline(self) -> float | None:
+        return min((min(active.deadline, active.stall_deadline) for active in self._active), default=None)
+
+    def owns(self, event: HostEvent) -> bool:
+        """Whether the event belongs to a delivery that is under way."""
+        match event:
+            case AskReplied(ask=ask) | AskProgressed(ask=ask) | AskFailed(ask=ask):
+                return any(active.ask == ask for active in self._active)
+            case LaneFinished(lane=lane):
+                return any(active.lane == lane for active in self._active)
+            case _:
+                return False
+
+    def publish(self, parts: Sequence[Part], fingerprint: bytes, peers: Sequence[NodeId], now: float) -> list[Effect]:
+        """Queue parts for the peers that rendezvous ranks first.
+
+        Args:
+            parts: of one prompt; any order.
+            fingerprint: 32 bytes.
+            peers: cache peers that may hold this fingerprint.
+        """
+        replicas = self._settings.replication_factor
+        if not parts or not peers or replicas == 0:
+            return []
+        ordered = sorted(parts, key=lambda part: (part.meta.start, part.meta.kind))
+        ranked = rank_replicas(ordered[0].meta.block_hash, peers)
+        effects: list[Effect] = []
+        for batch in self._batches(ordered):
+            for node_id in ranked[:replicas]:
+                effects += self._enqueue(_Delivery(fingerprint, batch, node_id, ranked[replicas:]))
+        return [*effects, *self._begin_waiting(now)]
+
+    def on(self, event: HostEvent, now: float) -> list[Effect]:
+        """Take one event; those that belong to nothing under way are ignored."""
+        effects: list[Effect] = []
+        match event:
+            case AskReplied(ask=ask) | AskProgressed(ask=ask) | AskFailed(ask=ask):
+                for active in [active for active in self._active if active.ask == ask]:
+                    effects += self._ask_event(active, event, now)
+            case LaneFinished(lane=lane):
+                for active in [active for active in self._active if active.lane == lane]:
+                    effects += self._lane_finished(active, event, now)
+            case Tick():
+                pass
+            case _:
+                return []
+        for active in [active for active in self._active if now >= min(active.deadline, active.stall_deadline)]:
+            effects += self._fail(active, "timed out", now)
+        return [*effects, *self._begin_waiting(now)]
+
+    def close(self) -> list[Effect]:
+        """Drop everything; used at shutdown."""
+        effects: list[Effect] = []
+        if dropped := len(self._queue) + len(self._active):
+            effects.append(Count("publish_dropped", dropped))
+        for active in list(self._active):
+            effects += self._end(active, "shutting down", ok=False, cancel=True)
+        self._queue.clear()
+        self._queue_bytes = 0
+        return effects
+
+    # --- queue -------------------------------------------------------------------------------------------------------
+
+    def _batches(self, parts: Sequence[Part]) -> list[tuple[Part, ...]]:
+        batches: list[tuple[Part, ...]] = []
+        batch: list[Part] = []
+        size_bytes = 0
+        for part in parts:
+            too_large = size_bytes + part.meta.length_bytes > self._settings.batch_bytes_max
+            if batch and (too_large or len(batch) == self._settings.batch_parts_max):
+                batches.append(tuple(batch))
+                batch, size_bytes = [], 0
+            batch.append(part)
+            size_bytes += part.meta.length_bytes
+        return [*batches, tuple(batch)]
+
+    def _enqueue(self, delivery: _Delivery) -> list[Effect]:
+        self._queue.append(delivery)
+        self._queue_bytes += delivery.size_bytes
+        dropped = 0
+        # The newest delivery stays even when it alone is over the byte bound: a batch is bounded by itself.
+        while len(self._queue) > 1 and (
+            len(self._queue) > self._settings.queue_deliveries_max or self._queue_bytes > self._settings.queue_bytes_max
+        ):
+            self._queue_bytes -= self._queue.popleft().size_bytes
+            dropped += 1
+        return [Count("publish_dropped", dropped)] if dropped else []
+
+    def _begin_waiting(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        while self._queue and len(self._active) < self._settings.in_flight_max:
+            delivery = self._queue.popleft()
+            self._queue_bytes -= delivery.size_bytes
+            effects += self._begin(delivery, now)
+        return effects
+
+    def _begin(self, delivery: _Delivery, now: float) -> list[Effect]:
+        settings = self._settings
+        ask = self._ids.ask()
+        self._active.append(
+            _Active(delivery, ask, deadline=now + settings.delivery_timeout_s, stall_deadline=now + settings.stall_timeout_s)
+        )
+        offer = PublishOffer(
+            fingerprint=delivery.fingerprint,
+            parts=tuple(part.meta for part in delivery.parts),
+            suites=settings.suites,
+            chunk_bytes_max=settings.chunk_bytes,
+        )
+        return [Count("publish_attempts"), Ask(ask, delivery.node_id, offer, settings.delivery_timeout_s)]
+
+    # --- one delivery ------------------------------------------------------------------------------------------------
+
+    def _ask_event(self, active: _Active, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
+        active.stall_deadline = now + self._settings.stall_timeout_s
+        match event:
+            case AskProgressed(body=PublishGrant() as grant):
+                return self._granted(active, grant, now)
+            case AskProgressed(body=Credit(credit_bytes=credit_bytes)):
+                sending = active.lane is not None and active.phase is DeliveryPhase.SENDING
+                return [AddCredit(active.lane, credit_bytes)] if sending and active.lane is not None else []
+            case AskProgressed():
+                return []
+            case AskReplied(body=PublishResult() as result):
+                return self._concluded(active, result, now)
+            case AskReplied():
+                return self._fail(active, "was answered with something else", now, cancel=False)
+            case AskFailed(code=code):
+                return self._fail(active, f"failed ({code.name.lower().replace('_', ' ')})", now, cancel=False)
+
+    def _granted(self, active: _Active, grant: PublishGrant, now: float) -> list[Effect]:
+        if active.phase is not DeliveryPhase.OFFERED:
+            return []
+        parts = active.delivery.parts
+        try:
+            flags = unpack_bitmap(grant.wanted, len(parts))
+        except RemoteProtocolError:  # the peer's bitmap does not fit the offer: its fault, another peer may do better
+            return self._fail(active, "was granted for other parts", now)
+        wanted = tuple(part for part, is_wanted in zip(parts, flags, strict=True) if is_wanted)
+        if grant.grant is None or not wanted:
+            active.phase = DeliveryPhase.AWAITING_RESULT
+            return []
+        active.phase = DeliveryPhase.SENDING
+        active.lane = self._ids.lane()
+        active.wanted_bytes = sum(part.meta.length_bytes for part in wanted)
+        return [ConnectSender(active.lane, active.delivery.node_id, grant.grant, grant.credit_bytes, wanted)]
+
+    def _lane_finished(self, active: _Active, event: LaneFinished, now: float) -> list[Effect]:
+        active.lane = None
+        if not event.ok:
+            return self._fail(active, "broke off", now)
+        active.phase = DeliveryPhase.AWAITING_RESULT
+        active.stall_deadline = now + self._settings.stall_timeout_s
+        return [Count("bytes_published", event.transferred_bytes)]
+
+    def _concluded(self, active: _Active, result: PublishResult, now: float) -> list[Effect]:
+        kept = result.stored_parts + result.already_held_parts
+        if kept == 0 and result.refused_parts > 0:
+            return self._fail(active, "was refused", now, cancel=False)
+        effects: list[Effect] = [Count("publish_successes")]
+        if active.phase is DeliveryPhase.SENDING:
+            # The result may overtake the lane's own report; the peer has taken what it wanted.
+            effects.append(Count("bytes_published", active.wanted_bytes))
+        effects += self._end(active, "the peer has concluded", ok=True, cancel=False)
+        if result.refused_parts:
+            effects.append(Count("publish_parts_refused", result.refused_parts))
+        return effects
+
+    def _fail(self, active: _Active, what: str, now: float, *, cancel: bool = True) -> list[Effect]:
+        delivery = active.delivery
+        effects = [*self._end(active, what, ok=False, cancel=cancel), Count("publish_failures")]
+        self._set_value("last_publish_error", f"publish to {delivery.node_id} {what}")
+        if delivery.attempt >= self._settings.attempts_max:
+            return effects
+        node_id, *spares = delivery.spares or (delivery.node_id,)
+        retry = _Delivery(delivery.fingerprint, delivery.parts, node_id, tuple(spares), delivery.attempt + 1)
+        return [*effects, *self._enqueue(retry)]
+
+    def _end(self, active: _Active, reason: str, *, ok: bool, cancel: bool) -> list[Effect]:
+        self._active.remove(active)
+        effects: list[Effect] = []
+        if active.lane is not None:
+            effects.append(CloseLane(active.lane, ok=ok, reason=reason))
+        if cancel:
+            effects.append(CancelAsk(active.ask))
+        return effects

@@ -1,0 +1,621 @@
+"""The cache service: what any node with a store does for its peers. Lookup, fetch, release, publish.
+
+Rules
+
+* Every request ends exactly once: with a reply, with a failure, or silently when it was cancelled.
+* A lane that was bound is closed or finishes by itself; it is counted against the bounds until LaneFinished has come,
+  also when its request ended long before. CloseLane and LaneFinished may cross: the host ignores CloseLane for a lane
+  that is gone.
+* Room for a publish is reserved before its lane is bound and given back when its request ends; so is the lease on the
+  offered parts that were already held (they are the prefix the new parts hang on).
+* A fetch keeps the asker's lease alive while it runs. The asker may release it in the middle: the sender has the parts.
+
+Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers; a transfer goes
+through these phases, and what an event does depends on nothing else:
+
+    phase     fetch                                   publish
+    OPENING   LaneOpened -> send grant, feed, RUNNING LaneOpened -> send grant, RUNNING
+    RUNNING   Credit -> AddCredit                     CreditEarned -> send Credit
+              TransferDone -> close, reply            PartsReceived -> store; the last one: close, reply
+              LaneFinished -> failure (or reply), gone LaneFinished -> reply with what was stored, gone
+    both      RequestCancelled -> close, CLOSING; silence beyond the idle time -> close, failure, CLOSING;
+              LaneFinished while OPENING -> failure, gone
+    CLOSING   the request has ended; LaneFinished -> gone; everything else is late and ignored
+
+A lane may finish before all its events were read by us only in that order: events of one lane come in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias, assert_never
+
+from kakeya_zmq.blocks import ROOT_HASH, Part
+from kakeya_zmq.protocol.effects import (
+    AddCredit,
+    BindReceiver,
+    BindSender,
+    CloseLane,
+    Count,
+    CreditEarned,
+    Effect,
+    FeedSender,
+    HostEvent,
+    LaneFinished,
+    LaneId,
+    LaneOpened,
+    PartsReceived,
+    RequestArrived,
+    RequestCancelled,
+    RequestKey,
+    SendFailure,
+    SendProgress,
+    SendReply,
+    UpdateArrived,
+)
+from kakeya_zmq.store import BlockStore, LeaseError, PutOutcome, Survey
+from wire import limits
+from wire.bulk import choose_suite
+from wire.codec import pack_bitmap, unpack_hashes
+from wire.errors import CapacityError, FailureCode, InvalidInput, RemoteProtocolError
+from wire.ids import LeaseId, NodeId
+from wire.messages import (
+    CipherSuite,
+    Credit,
+    Done,
+    Fetch,
+    Lookup,
+    LookupReply,
+    PartKind,
+    PartMeta,
+    PartRef,
+    PublishGrant,
+    PublishOffer,
+    PublishResult,
+    ReleaseLease,
+    RequestBody,
+    Tail,
+    TransferDone,
+    TransferResult,
+)
+
+NO_LEASE = LeaseId(bytes(16))
+_TAILS_MAX = 64
+"""Tails in one lookup reply: the bound of LookupReply.tails."""
+
+
+class _Phase(Enum):
+    OPENING = "opening"
+    RUNNING = "running"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """A fetch being served."""
+
+    key: RequestKey
+    node_id: NodeId
+    phase: _Phase
+    idle_at: float
+    parts: tuple[Part, ...]
+    lease_id: LeaseId | None
+    """The asker's, while it still exists."""
+    lease_generation: int
+    renew_at: float
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.meta.length_bytes for part in self.parts)
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A publish being received."""
+
+    key: RequestKey
+    node_id: NodeId
+    phase: _Phase
+    idle_at: float
+    fingerprint: bytes
+    wanted: bytes
+    """Bitmap over the offer."""
+    outstanding: dict[PartRef, PartMeta]
+    reservation_id: bytes
+    held_lease_id: LeaseId | None
+    """Ours, on the offered parts that were already held."""
+    stored: int
+    already_held: int
+    refused: int
+    reason: str
+
+
+_Transfer: TypeAlias = _Outgoing | _Incoming
+
+
+class CacheService:
+    """Serves a store to peers; see the module's rules. Raises nothing for anything a peer can send.
+
+    Args:
+        store: shared with the rest of the node, on the same thread.
+        lanes: makes lane ids that are unique in this process.
+        has_aes: whether this CPU has AES instructions.
+        part_bytes_max: larger parts are not accepted.
+        fetch_idle_s: a transfer on which nothing happens for so long is given up.
+        lanes_max, lanes_per_node_max: transfers at one time, in all and for one peer.
+        lease_ms_max: longer leases are cut to this.
+        accepts: which fingerprints may be published here; by default all.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        *,
+        lanes: Callable[[], LaneId],
+        has_aes: bool,
+        part_bytes_max: int = limits.PART_BYTES_MAX,
+        fetch_idle_s: float = 30.0,
+        lanes_max: int = 16,
+        lanes_per_node_max: int = 8,
+        lease_ms_max: int = 120_000,
+        accepts: Callable[[bytes], bool] = lambda fingerprint: True,
+    ) -> None:
+        self._store = store
+        self._new_lane = lanes
+        self._has_aes = has_aes
+        self._part_bytes_max = part_bytes_max
+        self._idle_s = fetch_idle_s
+        self._lanes_max = lanes_max
+        self._lanes_per_node_max = lanes_per_node_max
+        self._lease_ms_max = lease_ms_max
+        self._accepts = accepts
+        self._transfers: dict[LaneId, _Transfer] = {}
+        self._open: dict[RequestKey, LaneId] = {}
+        """Requests that have not ended; exactly the transfers that are not CLOSING."""
+
+    # --- interface -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def handles(body: RequestBody) -> bool:
+        """Whether requests of this kind are this machine's business."""
+        return isinstance(body, Lookup | Fetch | ReleaseLease | PublishOffer)
+
+    def owns_request(self, key: RequestKey) -> bool:
+        """Whether updates and a cancel for this request belong here."""
+        return key in self._open
+
+    def owns_lane(self, lane: LaneId) -> bool:
+        """Whether events of this lane belong here."""
+        return lane in self._transfers
+
+    @property
+    def lane_count(self) -> int:
+        """Lanes bound and not yet finished."""
+        return len(self._transfers)
+
+    def deadline(self) -> float | None:
+        """When to send a Tick, seconds on the clock of ``now``."""
+        times = [time for time in (self._store.next_expiry(),) if time is not None]
+        for transfer in self._transfers.values():
+            if transfer.phase is not _Phase.CLOSING:
+                times.append(transfer.idle_at)
+                if isinstance(transfer, _Outgoing) and transfer.lease_id is not None:
+                    times.append(transfer.renew_at)
+        return min(times, default=None)
+
+    def on(self, event: HostEvent, now: float) -> list[Effect]:
+        """Handle one event; events that concern no request or lane of this machine are ignored."""
+        effects = self._pass_time(now)
+        match event:
+            case RequestArrived():
+                effects += self._on_request(event, now)
+            case UpdateArrived(key=key, body=body):
+                effects += self._on_update(key, body, now)
+            case RequestCancelled(key=key, reason=reason):
+                lane = self._open.get(key)
+                if lane is not None:
+                    self._end(lane)
+                    effects += [Count("cache_cancelled"), CloseLane(lane, False, _clip(reason))]
+            case LaneOpened() | PartsReceived() | CreditEarned() | LaneFinished():
+                effects += self._on_lane(event, now)
+            case _:
+                pass
+        return effects
+
+    # --- requests --------------------------------------------------------------------------------------------------
+
+    def _on_request(self, event: RequestArrived, now: float) -> list[Effect]:
+        key, body = event.key, event.body
+        if key in self._open:
+            return [Count("cache_repeated_requests")]  # the server shell's numbering forbids it; never answer twice
+        match body:
+            case Lookup():
+                return self._lookup(key, body, now)
+            case ReleaseLease(lease_id=lease_id):
+                self._store.release(LeaseId(lease_id))
+                return [SendReply(key, Done())]
+            case Fetch():
+                return self._fetch(event, body, now)
+            case PublishOffer():
+                return self._publish(event, body, now)
+            case _:
+                return []
+
+    def _lookup(self, key: RequestKey, body: Lookup, now: float) -> list[Effect]:
+        try:
+            hashes = unpack_hashes(body.block_hashes)
+        except RemoteProtocolError as error:  # the peer's bytes, not our fault
+            return self._refuse(key, error.code, error.message)
+        survey = self._store.survey(hashes)
+        tails = self._tails(body, hashes)
+        useful = _useful_parts(body, hashes, survey, tails)
+        lease_id, lease_ms = NO_LEASE, 0
+        if useful and body.lease_ms > 0:
+            try:
+                lease_ms = min(body.lease_ms, self._lease_ms_max)
+                lease_id = self._store.lease(useful, now, lease_ms).lease_id
+            except CapacityError:  # too many leases: the answer is still worth something
+                lease_ms = 0
+        if lease_id == NO_LEASE:
+            self._store.touch(useful, now)
+        self._store.note_lookup(hit=bool(useful))
+        full, window, state = survey.present
+        reply = LookupReply(
+            present=(pack_bitmap(full), pack_bitmap(window), pack_bitmap(state)),
+            tails=tails,
+            part_bytes=survey.mean_bytes,
+            lease_id=lease_id,
+            lease_ms=lease_ms,
+            epoch=self._store.epoch,
+        )
+        counts: list[Effect] = [Count("cache_lookups")]
+        if useful:
+            counts.append(Count("cache_lookup_hits"))
+        return [*counts, SendReply(key, reply)]
+
+    def _tails(self, body: Lookup, hashes: Sequence[bytes]) -> tuple[Tail, ...]:
+        """Tails under the asked blocks and the root, longest prefix first."""
+        found: list[Tail] = []
+        for parent in (*reversed(hashes), ROOT_HASH):
+            under = self._store.tails(parent, fingerprint=body.fingerprint, block_tokens=body.requirement.block_tokens)
+            if under:
+                found += sorted(under, key=lambda tail: -tail.token_count)
+            if len(found) >= _TAILS_MAX:
+                break
+        return tuple(found[:_TAILS_MAX])
+
+    def _fetch(self, event: RequestArrived, body: Fetch, now: float) -> list[Effect]:
+        key, lease_id = event.key, LeaseId(body.lease_id)
+        if (refusal := self._lane_refusal(event.node_id)) is not None:
+            return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
+        suite = self._suite(body.suites)
+        if suite is None or len(set(body.parts)) != len(body.parts):
+            return self._refuse(key, FailureCode.INVALID_ARGUMENT, "no usable cipher suite, or a part named twice")
+        try:
+            parts = self._store.leased_parts(lease_id, body.parts, now)
+            info = self._store.renew(lease_id, now, limits.LEASE_MS_DEFAULT)
+        except LeaseError as error:  # the asker came too late or asks for what it has not leased
+            return self._refuse(key, error.code, error.message)
+        lane = self._new_lane()
+        self._open[key] = lane
+        self._transfers[lane] = _Outgoing(
+            key=key,
+            node_id=event.node_id,
+            phase=_Phase.OPENING,
+            idle_at=now + self._idle_s,
+            parts=parts,
+            lease_id=lease_id,
+            lease_generation=info.generation,
+            renew_at=_renew_at(now),
+        )
+        chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
+        credit_bytes = min(body.credit_bytes, limits.TRANSFER_BYTES_MAX)
+        return [Count("cache_fetches"), BindSender(lane, suite, chunk_bytes, credit_bytes)]
+
+    def _publish(self, event: RequestArrived, body: PublishOffer, now: float) -> list[Effect]:
+        key = event.key
+        if not self._accepts(body.fingerprint):
+            return self._refuse(key, FailureCode.PERMISSION_DENIED, "this node does not store that namespace")
+        suite = self._suite(body.suites)
+        problem = "no usable cipher suite" if suite is None else self._offer_problem(body)
+        if suite is None or problem:
+            return self._refuse(key, FailureCode.INVALID_ARGUMENT, problem)
+        held: list[PartRef] = []
+        lacking: list[PartMeta] = []
+        for meta in body.parts:
+            if self._store.has(ref := meta.ref):
+                held.append(ref)
+            else:
+                lacking.append(meta)
+        self._store.touch(held, now)
+        counts: list[Effect] = [Count("cache_publishes")]
+        if not lacking:
+            return [*counts, SendReply(key, _publish_result(0, len(held), 0, ""))]
+        if (refusal := self._lane_refusal(event.node_id)) is not None:
+            return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
+        lane = self._new_lane()
+        reservation_id = b"publish" + lane.to_bytes(8, "little", signed=True)
+        held_lease_id = self._hold(held, now)
+        wanted = self._reserve(reservation_id, body.fingerprint, lacking, now)
+        refused = len(lacking) - len(wanted)
+        if refused:
+            counts.append(Count("cache_refused_parts", refused))
+        reason = "the store has no room for all of them" if refused else ""
+        if not wanted:
+            self._release(held_lease_id)
+            return [*counts, SendReply(key, _publish_result(0, len(held), refused, reason))]
+        outstanding = {meta.ref: meta for meta in wanted}
+        self._open[key] = lane
+        self._transfers[lane] = _Incoming(
+            key=key,
+            node_id=event.node_id,
+            phase=_Phase.OPENING,
+            idle_at=now + self._idle_s,
+            fingerprint=body.fingerprint,
+            wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
+            outstanding=outstanding,
+            reservation_id=reservation_id,
+            held_lease_id=held_lease_id,
+            stored=0,
+            already_held=len(held),
+            refused=refused,
+            reason=reason,
+        )
+        expected = tuple(meta for meta in body.parts if meta.ref in outstanding)
+        return [*counts, BindReceiver(lane, suite, min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT), expected)]
+
+    def _offer_problem(self, body: PublishOffer) -> str:
+        """What is wrong with an offer, or an empty string; nothing has been allocated for it yet."""
+        by_hash: dict[bytes, PartMeta] = {}
+        refs: set[PartRef] = set()
+        for meta in body.parts:
+            if meta.length_bytes > self._part_bytes_max:
+                return f"a part of {meta.length_bytes} bytes; at most {self._part_bytes_max} are accepted"
+            known = by_hash.setdefault(meta.block_hash, meta)
+            if (known.parent_hash, known.start, known.token_count) != (meta.parent_hash, meta.start, meta.token_count):
+                return "two parts of one block differ in their place"
+            refs.add(meta.ref)
+        if len(refs) < len(body.parts):
+            return "a part is offered twice"
+        for meta in by_hash.values():
+            parent = by_hash.get(meta.parent_hash)
+            if (parent is not None and parent.end != meta.start) or self._store.contradicts(
+                meta, fingerprint=body.fingerprint
+            ):
+                return "a part does not follow its parent block"
+        if sum(meta.length_bytes for meta in body.parts) > limits.TRANSFER_BYTES_MAX:
+            return f"the offer is larger than {limits.TRANSFER_BYTES_MAX} bytes"
+        return ""
+
+    def _reserve(
+        self, reservation_id: bytes, fingerprint: bytes, lacking: Sequence[PartMeta], now: float
+    ) -> tuple[PartMeta, ...]:
+        """Reserve room for the longest prefix of what is lacking that fits; returns it, in prefix order."""
+        room = self._store.room_bytes(fingerprint)
+        fitting: list[PartMeta] = []
+        for meta in sorted(lacking, key=lambda meta: (meta.start, meta.kind)):
+            if meta.length_bytes > room:
+                break
+            room -= meta.length_bytes
+            fitting.append(meta)
+        try:
+            if fitting:
+                self._store.reserve(reservation_id, sum(meta.length_bytes for meta in fitting), now)
+        except CapacityError:  # another use of the store took the room since it was measured
+            return ()
+        return tuple(fitting)
+
+    def _suite(self, offered: Sequence[CipherSuite]) -> CipherSuite | None:
+        usable = [suite for suite in offered if self._has_aes or suite != CipherSuite.AES_256_GCM]
+        return choose_suite(usable, has_aes=self._has_aes) if usable else None
+
+    def _lane_refusal(self, node_id: NodeId) -> str | None:
+        if len(self._transfers) >= self._lanes_max:
+            return f"all {self._lanes_max} transfers of this node are in use"
+        if sum(transfer.node_id == node_id for transfer in self._transfers.values()) >= self._lanes_per_node_max:
+            return f"all {self._lanes_per_node_max} transfers allowed for one peer are in use"
+        return None
+
+    def _refuse(self, key: RequestKey, code: FailureCode, message: str) -> list[Effect]:
+        return [Count("cache_refusals"), SendFailure(key, code, _clip(message))]
+
+    # --- updates and lane events -----------------------------------------------------------------------------------
+
+    def _on_update(self, key: RequestKey, body: Credit | TransferDone, now: float) -> list[Effect]:
+        lane = self._open.get(key)
+        transfer = self._transfers[lane] if lane is not None else None
+        if lane is None or not isinstance(transfer, _Outgoing):
+            return []  # late, or an update that makes no sense for a publish
+        transfer.idle_at = now + self._idle_s
+        match body:
+            case Credit(credit_bytes=credit_bytes):
+                return [AddCredit(lane, credit_bytes)] if transfer.phase is _Phase.RUNNING else []
+            case TransferDone(complete=True) if transfer.phase is _Phase.OPENING:
+                self._end(lane)
+                failure = SendFailure(key, FailureCode.INVALID_ARGUMENT, "done before anything was sent")
+                return [Count("cache_refusals"), CloseLane(lane, False, failure.message), failure]
+            case TransferDone(complete=complete):
+                self._end(lane)
+                reason = "done" if complete else "the asker gave up"
+                return [CloseLane(lane, complete, reason), *self._fetch_reply(transfer, complete=complete)]
+            case _:
+                assert_never(body)
+
+    def _on_lane(self, event: LaneOpened | PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
+        lane = event.lane
+        transfer = self._transfers.get(lane)
+        if transfer is None:
+            return []
+        if isinstance(event, LaneFinished):
+            ended = transfer.phase is _Phase.CLOSING
+            opened = transfer.phase is _Phase.RUNNING
+            if not ended:
+                self._end(lane)
+            del self._transfers[lane]
+            return [] if ended else self._finish(transfer, event, opened=opened)
+        if transfer.phase is _Phase.CLOSING:
+            return []
+        transfer.idle_at = now + self._idle_s
+        match event, transfer:
+            case LaneOpened(grant=grant), _Outgoing(phase=_Phase.OPENING):
+                transfer.phase = _Phase.RUNNING
+                return [SendProgress(transfer.key, grant), FeedSender(lane, transfer.parts, final=True)]
+            case LaneOpened(grant=grant), _Incoming(phase=_Phase.OPENING):
+                transfer.phase = _Phase.RUNNING
+                body = PublishGrant(wanted=transfer.wanted, grant=grant, credit_bytes=limits.CREDIT_BYTES_DEFAULT)
+                return [SendProgress(transfer.key, body)]
+            case CreditEarned(credit_bytes=credit_bytes), _Incoming(phase=_Phase.RUNNING):
+                return [SendProgress(transfer.key, Credit(credit_bytes=credit_bytes))]
+            case PartsReceived(parts=parts), _Incoming(phase=_Phase.RUNNING):
+                return self._store_parts(lane, transfer, parts, now)
+            case _:
+                return []
+
+    def _store_parts(self, lane: LaneId, transfer: _Incoming, parts: Sequence[Part], now: float) -> list[Effect]:
+        stored = refused = 0
+        for part in parts:
+            expected = transfer.outstanding.get(part.meta.ref)
+            if expected != part.meta:
+                continue  # the lane hands over only what it was told to expect; repeats are harmless
+            del transfer.outstanding[part.meta.ref]
+            try:
+                outcome = self._store.put(
+                    part, fingerprint=transfer.fingerprint, now=now, reservation_id=transfer.reservation_id
+                )
+            except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
+                refused += 1
+                transfer.reason = _clip(error.message)
+                continue
+            if outcome is PutOutcome.STORED:
+                stored += 1
+            else:
+                transfer.already_held += 1
+        transfer.stored += stored
+        transfer.refused += refused
+        effects = [Count(name, n) for name, n in (("cache_published_parts", stored), ("cache_refused_parts", refused)) if n]
+        if transfer.outstanding:
+            return [*effects]
+        self._end(lane)
+        return [*effects, CloseLane(lane, True, "done"), self._publish_reply(transfer)]
+
+    def _finish(self, transfer: _Transfer, event: LaneFinished, *, opened: bool) -> list[Effect]:
+        """The lane ended by itself and the request is still open."""
+        match transfer:
+            case _Outgoing() if event.ok and opened:
+                return self._fetch_reply(transfer, complete=True)
+            case _Incoming() if opened:
+                transfer.refused += len(transfer.outstanding)
+                transfer.reason = _clip(event.reason)
+                return [Count("cache_broken_transfers"), self._publish_reply(transfer)]
+            case _Outgoing() | _Incoming():
+                reason = _clip(event.reason) or "the transfer ended early"
+                return [Count("cache_broken_transfers"), SendFailure(transfer.key, FailureCode.UNAVAILABLE, reason)]
+            case _:
+                assert_never(transfer)
+
+    def _fetch_reply(self, transfer: _Outgoing, *, complete: bool) -> list[Effect]:
+        """``sent`` is what the asker has confirmed: all or nothing."""
+        parts, sent_bytes = (len(transfer.parts), transfer.total_bytes) if complete else (0, 0)
+        count = Count("cache_fetched_bytes", sent_bytes) if complete else Count("cache_broken_transfers")
+        return [count, SendReply(transfer.key, TransferResult(sent_parts=parts, sent_bytes=sent_bytes))]
+
+    def _publish_reply(self, transfer: _Incoming) -> SendReply:
+        result = _publish_result(transfer.stored, transfer.already_held, transfer.refused, transfer.reason)
+        return SendReply(transfer.key, result)
+
+    # --- time and clean-up -----------------------------------------------------------------------------------------
+
+    def _pass_time(self, now: float) -> list[Effect]:
+        """Renew the leases of running fetches, end what is idle, then let leases expire."""
+        effects: list[Effect] = []
+        for lane, transfer in list(self._transfers.items()):
+            if transfer.phase is _Phase.CLOSING:
+                continue
+            if now >= transfer.idle_at:
+                self._end(lane)
+                message = f"nothing happened on the transfer for {self._idle_s:g} s"
+                effects += [
+                    Count("cache_idle_transfers"),
+                    CloseLane(lane, False, message),
+                    SendFailure(transfer.key, FailureCode.DEADLINE_EXCEEDED, message),
+                ]
+            elif isinstance(transfer, _Outgoing) and transfer.lease_id is not None and now >= transfer.renew_at:
+                self._renew(transfer, now)
+        self._store.expire(now)
+        return effects
+
+    def _renew(self, transfer: _Outgoing, now: float) -> None:
+        assert transfer.lease_id is not None
+        transfer.renew_at = _renew_at(now)
+        try:
+            self._store.renew(
+                transfer.lease_id, now, limits.LEASE_MS_DEFAULT, generation=transfer.lease_generation
+            )  # fmt: skip
+        except LeaseError:  # released by the asker, who no longer minds; the sender holds the parts
+            transfer.lease_id = None
+
+    def _hold(self, refs: Sequence[PartRef], now: float) -> LeaseId | None:
+        """Keep already held parts of an offer in the store until its request ends."""
+        if not refs:
+            return None
+        try:
+            longest_ms = 86_400_000  # the protocol's longest deadline; released with the request
+            return self._store.lease(refs, now, longest_ms).lease_id
+        except CapacityError:  # too many leases: the publish goes on, its prefix may be evicted
+            return None
+
+    def _release(self, lease_id: LeaseId | None) -> None:
+        if lease_id is not None:
+            self._store.release(lease_id)
+
+    def _end(self, lane: LaneId) -> None:
+        """The request has ended: give back what it held; the lane stays until it has finished."""
+        transfer = self._transfers[lane]
+        transfer.phase = _Phase.CLOSING
+        del self._open[transfer.key]
+        match transfer:
+            case _Incoming():
+                self._store.release_reservation(transfer.reservation_id)
+                self._release(transfer.held_lease_id)
+            case _Outgoing():
+                transfer.lease_id = None
+            case _:
+                assert_never(transfer)
+
+
+def _useful_parts(body: Lookup, hashes: Sequence[bytes], survey: Survey, tails: Sequence[Tail]) -> list[PartRef]:
+    """What of a lookup's finds a hit could use, in prefix order: the contiguous prefix and the tails under it."""
+    length = len(hashes)
+    if body.requirement.full:
+        length = next((index for index, held in enumerate(survey.present[PartKind.FULL]) if not held), length)
+    refs: list[PartRef] = []
+    for block_hash, full, window, state in zip(hashes[:length], *survey.present, strict=False):
+        if full:
+            refs.append(PartRef(block_hash=block_hash, kind=PartKind.FULL))
+        if window:
+            refs.append(PartRef(block_hash=block_hash, kind=PartKind.WINDOW))
+        if state:
+            refs.append(PartRef(block_hash=block_hash, kind=PartKind.STATE))
+    parents = {ROOT_HASH, *hashes[:length]}
+    refs += [
+        PartRef(block_hash=tail.block_hash, kind=kind)
+        for tail in tails
+        if tail.parent_hash in parents
+        for kind in PartKind
+        if tail.kinds >> kind & 1
+    ]
+    return refs
+
+
+def _publish_result(stored: int, already_held: int, refused: int, reason: str) -> PublishResult:
+    return PublishResult(stored_parts=stored, already_held_parts=already_held, refused_parts=refused, reason=_clip(reason))
+
+
+def _renew_at(now: float) -> float:
+    return now + limits.LEASE_MS_DEFAULT / 2000
+
+
+def _clip(text: str) -> str:
+    return text[: limits.TEXT_CHARACTERS_MAX]

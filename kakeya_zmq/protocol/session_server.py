@@ -1,0 +1,374 @@
+"""The server's side of its control sessions; rules and theory of operation in kakeya_zmq.protocol.session."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, assert_never
+
+from kakeya_zmq.protocol.effects import Tick
+from kakeya_zmq.protocol.session_values import (
+    HELLOS_REMEMBERED,
+    SESSION_IDLE_S,
+    LocalNode,
+    PeerDown,
+    PeerInfo,
+    PeerUp,
+    Pins,
+    Refused,
+    RequestEnded,
+    RequestOpened,
+    RequestUpdated,
+    RouterFrames,
+    RouteTransmit,
+    SendFailure,
+    SendProgress,
+    SendReply,
+    ServerEffect,
+    ServerEvent,
+    Shutdown,
+    one_line,
+)
+from wire import handshake, limits
+from wire.codec import decode_client, encode_server
+from wire.errors import FailureCode, LocalProtocolError, RemoteProtocolError
+from wire.frames import FrameKind, Header, split_frames
+from wire.keys import FleetKey
+from wire.messages import (
+    Cancel,
+    ClientEnvelope,
+    Failure,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Progress,
+    Reply,
+    Request,
+    ServerEnvelope,
+    Update,
+    Welcome,
+)
+
+
+@dataclass(slots=True)
+class _ServerSession:
+    route: bytes
+    peer: PeerInfo
+    channel: handshake.Channel
+    hello_hash: bytes
+    welcome_frames: tuple[bytes, bytes]
+    heard_at: float
+    proven: bool = False
+    """A sealed message has come: the peer holds the keys."""
+    last_request_id: int = -1
+    requests: dict[int, float] = field(default_factory=dict)
+    """Open: request id → absolute deadline."""
+
+
+_IDLE_CHECK: Final = -1
+"""In the timer heap, in place of a request id."""
+
+
+class ServerSessions:
+    """The server's side of all its clients; see the module's theory of operation.
+
+    Args:
+        local: this node.
+        fleet_key: the PSK of the endpoint whose frames come here (one machine for each valid PSK).
+        random_bytes: source of randomness.
+        bus_port: gives the port of this node's bus, 0 when it has none; asked for every WELCOME.
+        sessions_max: most sessions at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        local: LocalNode,
+        fleet_key: FleetKey,
+        random_bytes: Callable[[int], bytes],
+        bus_port: Callable[[], int] = lambda: 0,
+        sessions_max: int = limits.SESSIONS_MAX,
+    ) -> None:
+        self.refusals: Counter[str] = Counter()
+        self._local = local
+        self._keys = handshake.HandshakeKeys(fleet_key)
+        self._random_bytes = random_bytes
+        self._bus_port = bus_port
+        self._sessions_max = sessions_max
+        self._pins = Pins(local)
+        self._sessions: dict[bytes, _ServerSession] = {}
+        self._routes: dict[bytes, bytes] = {}
+        self._hellos: OrderedDict[bytes, None] = OrderedDict()
+        self._timers: list[tuple[float, bytes, int]] = []
+        """(due, session id, request id or _IDLE_CHECK); entries of what has ended stay until due or compacted."""
+        self._open_requests = 0
+        self._shut = False
+
+    @property
+    def peers(self) -> tuple[PeerInfo, ...]:
+        """Peers of proven sessions."""
+        return tuple(session.peer for session in self._sessions.values() if session.proven)
+
+    def deadline(self) -> float | None:
+        """When to call with Tick at the latest; None: only when something happens."""
+        return self._timers[0][0] if self._timers else None
+
+    def on(self, event: ServerEvent, now: float) -> list[ServerEffect]:
+        """Take note of an event."""
+        effects: list[ServerEffect] = []
+        match event:
+            case RouterFrames(route=route, frames=frames):
+                self._run_clock(now, effects, only_requests=True)
+                self._receive(route, frames, now, effects)
+            case SendReply(session_id=session_id, request_id=request_id, body=reply):
+                self._run_clock(now, effects, only_requests=True)
+                self._answer(session_id, request_id, Reply(request_id=request_id, body=reply), effects)
+            case SendProgress(session_id=session_id, request_id=request_id, body=progress):
+                self._run_clock(now, effects, only_requests=True)
+                self._answer(session_id, request_id, Progress(request_id=request_id, body=progress), effects)
+            case SendFailure(session_id=session_id, request_id=request_id, code=code, message=message):
+                failure = Failure(request_id=request_id, code=code, message=one_line(message))
+                self._answer(session_id, request_id, failure, effects)
+            case Tick():
+                self._run_clock(now, effects, only_requests=False)
+            case Shutdown(reason=reason):
+                self._shut = True
+                for session in list(self._sessions.values()):
+                    self._transmit(session, Goodbye(reason=one_line(reason)), effects)
+                    self._end(session, reason, effects)
+                self._timers.clear()
+            case _:
+                assert_never(event)
+        return effects
+
+    # the clock
+
+    def _run_clock(self, now: float, effects: list[ServerEffect], *, only_requests: bool) -> None:
+        """Expire what is due. Idle sessions end on Tick only: the frames at hand may be just what proves them alive."""
+        postponed: list[tuple[float, bytes, int]] = []
+        while self._timers and self._timers[0][0] <= now:
+            due, session_id, request_id = heapq.heappop(self._timers)
+            session = self._sessions.get(session_id)
+            if session is None:
+                continue
+            if request_id != _IDLE_CHECK:
+                self._expire(session, request_id, now, effects)
+            elif session.heard_at + SESSION_IDLE_S > now:
+                heapq.heappush(self._timers, (session.heard_at + SESSION_IDLE_S, session_id, _IDLE_CHECK))
+            elif only_requests:
+                postponed.append((due, session_id, _IDLE_CHECK))
+            else:
+                self._end(session, f"nothing heard for {SESSION_IDLE_S:.0f} seconds", effects)
+        for timer in postponed:
+            heapq.heappush(self._timers, timer)
+
+    def _expire(self, session: _ServerSession, request_id: int, now: float, effects: list[ServerEffect]) -> None:
+        if session.requests.get(request_id, now + 1) > now:
+            return
+        self._close_request(session, request_id)
+        effects.append(RequestEnded(session.peer.session_id, request_id, "deadline passed"))
+        message = "the request was not finished within its deadline"
+        failure = Failure(request_id=request_id, code=FailureCode.DEADLINE_EXCEEDED, message=message)
+        self._transmit(session, failure, effects)
+
+    def _compact_timers(self) -> None:
+        # Ended requests leave their timers behind; keep those under half, so that long deadlines don't pile up.
+        if len(self._timers) > 64 + 2 * (len(self._sessions) + self._open_requests):
+            self._timers = [
+                timer
+                for timer in self._timers
+                if (session := self._sessions.get(timer[1])) is not None
+                and (timer[2] == _IDLE_CHECK or timer[2] in session.requests)
+            ]
+            heapq.heapify(self._timers)
+
+    # what the host says
+
+    def _answer(
+        self, session_id: bytes, request_id: int, envelope: Reply | Progress | Failure, effects: list[ServerEffect]
+    ) -> None:
+        session = self._sessions.get(session_id)
+        if session is None or request_id not in session.requests:
+            return
+        try:
+            self._transmit(session, envelope, effects)
+        except LocalProtocolError as error:
+            # Our own answer is too large: the peer must hear something, and the host that it is over.
+            self.refusals["an answer of ours does not fit a message"] += 1
+            self._close_request(session, request_id)
+            if isinstance(envelope, Progress):
+                effects.append(RequestEnded(session_id, request_id, "an answer does not fit a message"))
+            failure = Failure(request_id=request_id, code=FailureCode.INTERNAL, message=one_line(error.message))
+            self._transmit(session, failure, effects)
+            return
+        if not isinstance(envelope, Progress):
+            self._close_request(session, request_id)
+
+    def _close_request(self, session: _ServerSession, request_id: int) -> None:
+        del session.requests[request_id]
+        self._open_requests -= 1
+        self._compact_timers()
+
+    def _transmit(self, session: _ServerSession, envelope: ServerEnvelope, effects: list[ServerEffect]) -> None:
+        effects.append(RouteTransmit(session.route, session.channel.seal(encode_server(envelope))))
+
+    def _end(self, session: _ServerSession, reason: str, effects: list[ServerEffect]) -> None:
+        session_id = session.peer.session_id
+        del self._sessions[session_id]
+        if self._routes.get(session.route) == session_id:
+            del self._routes[session.route]
+        for request_id in session.requests:
+            effects.append(RequestEnded(session_id, request_id, f"the session ended: {reason}"))
+        self._open_requests -= len(session.requests)
+        session.requests.clear()
+        if session.proven:
+            effects.append(PeerDown(session.peer, reason))
+        self._compact_timers()
+
+    # frames
+
+    def _receive(self, route: bytes, frames: tuple[bytes, ...], now: float, effects: list[ServerEffect]) -> None:
+        try:
+            if self._shut:
+                raise RemoteProtocolError("this server has shut down")
+            header, body = split_frames(frames)
+            if header.key_id != self._keys.key_id:
+                raise RemoteProtocolError("another fleet key")
+            match header.kind:
+                case FrameKind.HELLO:
+                    self._hello(route, header, body, now, effects)
+                case FrameKind.SEALED:
+                    self._sealed(route, header, body, now, effects)
+                case FrameKind.WELCOME | FrameKind.UNKNOWN_SESSION:
+                    raise RemoteProtocolError("an unexpected message")
+                case _:
+                    assert_never(header.kind)
+        except RemoteProtocolError as error:
+            self._refuse(error.message, effects)
+
+    def _refuse(self, reason: str, effects: list[ServerEffect]) -> None:
+        self.refusals[reason] += 1
+        effects.append(Refused(reason))
+
+    def _hello(self, route: bytes, header: Header, body: bytes, now: float, effects: list[ServerEffect]) -> None:
+        hello_hash = handshake.hash_hello((header.pack(), body))
+        known = self._sessions.get(self._routes.get(route, b""))
+        if known is not None and known.hello_hash == hello_hash:
+            # Sent again because our answer was lost or late; only the one who sent it can use the answer.
+            effects.append(RouteTransmit(route, known.welcome_frames))
+            return
+        if hello_hash in self._hellos:
+            raise RemoteProtocolError("a replayed hello")
+        hello = handshake.open_hello(header, body, self._keys)
+        in_use = {session.peer.node_id for session in self._sessions.values()}
+        if not self._pins.bind(hello.node_id, hello.identity_public_key, lambda: in_use):
+            raise RemoteProtocolError("the node says hello with another identity key than before")
+        if known is not None:
+            self._end(known, "the client started a new session", effects)
+        self._make_room(effects)
+        self._hellos[hello_hash] = None
+        if len(self._hellos) > HELLOS_REMEMBERED:
+            self._hellos.popitem(last=False)
+        session = self._welcome(route, hello, hello_hash, now)
+        session_id = session.peer.session_id
+        self._sessions[session_id] = session
+        self._routes[route] = session_id
+        heapq.heappush(self._timers, (now + SESSION_IDLE_S, session_id, _IDLE_CHECK))
+        effects.append(RouteTransmit(route, session.welcome_frames))
+
+    def _make_room(self, effects: list[ServerEffect]) -> None:
+        if len(self._sessions) < self._sessions_max:
+            return
+        victim = next((session for session in self._sessions.values() if not session.proven), None)
+        if victim is None:
+            raise RemoteProtocolError("too many sessions")
+        self._refuse("an unproven session made room", effects)
+        self._end(victim, "made room", effects)
+
+    def _welcome(self, route: bytes, hello: Hello, hello_hash: bytes, now: float) -> _ServerSession:
+        ephemeral = handshake.new_ephemeral(self._random_bytes)
+        local = self._local
+        welcome = Welcome(
+            node_id=local.node_id,
+            identity_public_key=local.identity.public_key,
+            ephemeral_public_key=ephemeral.public,
+            incarnation=local.incarnation,
+            roles=local.roles,
+            software=local.software,
+            session_id=handshake.new_session_id(self._random_bytes),
+            hello_hash=hello_hash,
+            bus_port=self._bus_port(),
+            signature=b"",
+        )
+        keys = handshake.agree_on_keys(self._keys, ephemeral, hello.ephemeral_public_key, welcome)
+        channel = handshake.Channel(
+            session_id=welcome.session_id,
+            key_id=self._keys.key_id,
+            send_key=keys.server_to_client,
+            receive_key=keys.client_to_server,
+        )
+        peer = PeerInfo(
+            session_id=welcome.session_id,
+            node_id=hello.node_id,
+            identity_public_key=hello.identity_public_key,
+            roles=hello.roles,
+            incarnation=hello.incarnation,
+            software=hello.software,
+            bus_port=0,
+        )
+        frames = handshake.seal_welcome(welcome, local.identity, self._keys, self._random_bytes)
+        return _ServerSession(route, peer, channel, hello_hash, frames, heard_at=now)
+
+    def _sealed(self, route: bytes, header: Header, body: bytes, now: float, effects: list[ServerEffect]) -> None:
+        session = self._sessions.get(header.session_id)
+        if session is None:
+            self._refuse("an unknown session", effects)
+            frames = handshake.seal_unknown_session(header.session_id, self._local.identity, self._keys, self._random_bytes)
+            effects.append(RouteTransmit(route, frames))
+            return
+        if session.route != route:
+            raise RemoteProtocolError("a session on another connection")
+        plaintext = session.channel.open(header, body)
+        session.heard_at = now
+        if not session.proven:
+            session.proven = True
+            effects.append(PeerUp(session.peer))
+        self._envelope(decode_client(plaintext), session, now, effects)
+
+    def _envelope(self, envelope: ClientEnvelope, session: _ServerSession, now: float, effects: list[ServerEffect]) -> None:
+        session_id = session.peer.session_id
+        match envelope:
+            case Request():
+                self._open_request(envelope, session, now, effects)
+            case Update(request_id=request_id, body=body):
+                if request_id in session.requests:
+                    effects.append(RequestUpdated(session_id, request_id, body))
+            case Cancel(request_id=request_id):
+                if request_id in session.requests:
+                    self._close_request(session, request_id)
+                    effects.append(RequestEnded(session_id, request_id, "cancelled by the client"))
+            case Ping():
+                self._transmit(session, Pong(), effects)
+            case Goodbye(reason=reason):
+                self._end(session, f"the client left: {one_line(reason)}", effects)
+            case _:
+                assert_never(envelope)
+
+    def _open_request(self, request: Request, session: _ServerSession, now: float, effects: list[ServerEffect]) -> None:
+        request_id = request.request_id
+        if request_id <= session.last_request_id:
+            raise RemoteProtocolError("a request id that is not new")
+        session.last_request_id = request_id
+        if len(session.requests) >= limits.REQUESTS_IN_FLIGHT_MAX:
+            message = f"more than {limits.REQUESTS_IN_FLIGHT_MAX} requests at once"
+            failure = Failure(request_id=request_id, code=FailureCode.RESOURCE_EXHAUSTED, message=message)
+            self._transmit(session, failure, effects)
+            return
+        deadline = now + request.deadline_ms / 1000
+        session.requests[request_id] = deadline
+        self._open_requests += 1
+        heapq.heappush(self._timers, (deadline, session.peer.session_id, request_id))
+        effects.append(RequestOpened(session.peer, request_id, request.body, deadline))

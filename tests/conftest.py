@@ -1,0 +1,46 @@
+"""What every test gets: a fast BLAS before anything imports mlx, and a check that nothing is left running."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from kakeya_zmq.model.blas import prepare_blas
+
+prepare_blas(1)
+
+LEAK_WAIT_S = 5.0
+"""How long something that is already ending may take."""
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def _children() -> set[psutil.Process]:
+    return {child for child in psutil.Process().children(recursive=True) if not _is_python_helper(child)}
+
+
+def _is_python_helper(process: psutil.Process) -> bool:
+    """multiprocessing's resource tracker lives as long as the test run; a zombie or vanished child holds nothing."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE or any("resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:  # gone while we looked
+        return True
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_running() -> Iterator[None]:
+    """Fail a test that leaves a non-daemon thread or a child process behind."""
+    threads, children = _threads(), _children()
+    yield
+    deadline = time.monotonic() + LEAK_WAIT_S
+    while (_threads() - threads or _children() - children) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = [thread.name for thread in _threads() - threads] + [f"process {child.pid}" for child in _children() - children]
+    if left:
+        pytest.fail(f"left running: {', '.join(sorted(left))}")

@@ -1,0 +1,674 @@
+"""Prompt preparation, one situation at a time. (The storm of failures is in tests/property/test_prepare_machine.py.)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import pytest
+
+from kakeya_zmq.blocks import Part, needed_parts
+from kakeya_zmq.engine import ImportPrefix, Prefill
+from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.effects import (
+    Ask,
+    AskFailed,
+    AskId,
+    AskProgressed,
+    AskReplied,
+    CancelAsk,
+    CancelCommand,
+    CloseLane,
+    CommandEnded,
+    CommandEvent,
+    ConnectReceiver,
+    Count,
+    CreditEarned,
+    Effect,
+    HostEvent,
+    LaneFinished,
+    LaneId,
+    PartsReceived,
+    RunCommand,
+    SendUpdate,
+    Tick,
+    Ticket,
+)
+from kakeya_zmq.protocol.prepare import (
+    TRANSITIONS,
+    Cancelled,
+    Phase,
+    PreparationSettings,
+    PromptPreparation,
+    Ready,
+    Unavailable,
+)
+from tests.unit.preparation_kit import (
+    BLOCK,
+    FINGERPRINT,
+    FULL,
+    STATEFUL,
+    WINDOWED,
+    FakeEngine,
+    all_parts,
+    chain_of,
+    new_store,
+    preparation,
+    tokens_of,
+)
+from wire.codec import pack_bitmap, unpack_hashes
+from wire.errors import FailureCode, LocalProtocolError
+from wire.ids import NodeId
+from wire.messages import (
+    CipherSuite,
+    Credit,
+    Done,
+    Fetch,
+    JobAccepted,
+    JobProgress,
+    JobResult,
+    Lookup,
+    LookupReply,
+    PartKind,
+    PartRef,
+    PrefillPolicy,
+    ReleaseLease,
+    ReplyBody,
+    Requirement,
+    SourceKind,
+    SubmitJob,
+    Tail,
+    TransferDone,
+    TransferGrant,
+    TransferResult,
+)
+
+GRANT = TransferGrant(
+    transfer_id=bytes(16), port=1, token="0" * 32, key=bytes(32), suite=CipherSuite.SECRETBOX, chunk_bytes=65_536
+)
+LEASE = b"L" * 16
+Kind = TypeVar("Kind")
+
+
+class Desk:
+    """Drives one preparation by hand: keeps the effects, runs the engine, answers for peers."""
+
+    def __init__(self, machine: PromptPreparation, engine: FakeEngine) -> None:
+        self.machine = machine
+        self.engine = engine
+        self.now = 10.0
+        self.log: list[Effect] = []
+        self.take(machine.start(self.now))
+
+    def take(self, effects: Sequence[Effect]) -> list[Effect]:
+        self.log += effects
+        return list(effects)
+
+    def feed(self, event: HostEvent) -> list[Effect]:
+        return self.take(self.machine.on(event, self.now))
+
+    def tick(self) -> list[Effect]:
+        due = self.machine.deadline()
+        assert due is not None
+        self.now = due
+        return self.feed(Tick())
+
+    def all(self, kind: type[Kind]) -> list[Kind]:
+        return [effect for effect in self.log if isinstance(effect, kind)]
+
+    def asks(self, body: type) -> list[Ask]:
+        return [ask for ask in self.all(Ask) if isinstance(ask.body, body)]
+
+    def count(self, name: str) -> int:
+        return sum(effect.amount for effect in self.all(Count) if effect.name == name)
+
+    def command(self) -> RunCommand:
+        return self.all(RunCommand)[-1]
+
+    def run_engine(self) -> None:
+        """Let the last command and those that follow from it run to their ends."""
+        done: set[Ticket] = set()
+        while self.all(RunCommand) and self.command().ticket not in done:
+            run = self.command()
+            done.add(run.ticket)
+            for event in self.engine.run(run.command):
+                self.feed(CommandEvent(run.ticket, event))
+            self.feed(CommandEnded(run.ticket, False, self.engine.position))
+
+    def grant(self, ask: AskId) -> ConnectReceiver:
+        (connect,) = [e for e in self.feed(AskProgressed(ask, GRANT)) if isinstance(e, ConnectReceiver)]
+        return connect
+
+    def deliver(self, lane: ConnectReceiver, parts: tuple[Part, ...]) -> list[Effect]:
+        self.feed(PartsReceived(lane.lane, parts))
+        return self.feed(LaneFinished(lane.lane, True, "", 1))
+
+    def ready(self) -> Ready:
+        assert isinstance(self.machine.outcome, Ready), self.machine.outcome
+        assert self.engine.position == self.machine.outcome.position
+        return self.machine.outcome
+
+
+def desk(count: int, requirement: Requirement, live: int = 0, **options: Any) -> Desk:
+    history = tokens_of(count)
+    return Desk(preparation(history, requirement, live=live, **options), FakeEngine(history, requirement, live))
+
+
+def found(lookup: Ask, parts: Iterable[Part], tails: tuple[Tail, ...] = ()) -> AskReplied:
+    assert isinstance(lookup.body, Lookup)
+    held = {part.meta.ref for part in parts}
+    hashes = unpack_hashes(lookup.body.block_hashes)
+    full, window, state = (pack_bitmap([PartRef(block_hash=h, kind=kind) in held for h in hashes]) for kind in PartKind)
+    reply = LookupReply(
+        present=(full, window, state), tails=tails, part_bytes=(48, 48, 48), lease_id=LEASE, lease_ms=30_000, epoch=1
+    )
+    return AskReplied(lookup.ask, reply)
+
+
+def own_tail(end: int, requirement: Requirement, count: int) -> Tail:
+    """The tail at the end of the first ``end`` tokens of ``tokens_of(count)``."""
+    block = chain_of(tokens_of(count)[:end]).blocks[-1]
+    kinds = 1 | (2 if requirement.window_tokens else 0) | (4 if requirement.state else 0)
+    return Tail(parent_hash=block.parent_hash, block_hash=block.block_hash, token_count=block.token_count, kinds=kinds)
+
+
+def parts_of(count: int, end: int, requirement: Requirement = FULL) -> tuple[Part, ...]:
+    return all_parts(tokens_of(count)[:end], requirement)
+
+
+def pick(count: int, refs: Iterable[PartRef], requirement: Requirement = FULL) -> tuple[Part, ...]:
+    by_ref = {part.meta.ref: part for part in parts_of(count, count - 1, requirement)}
+    return tuple(by_ref[ref] for ref in refs)
+
+
+def kinds(outcome: Ready) -> list[tuple[SourceKind, int, int]]:
+    return [(source.kind, source.start, source.end) for source in outcome.explanation.sources]
+
+
+def fetch_of(d: Desk, index: int = -1) -> tuple[Ask, Fetch]:
+    ask = d.asks(Fetch)[index]
+    assert isinstance(ask.body, Fetch)
+    return ask, ask.body
+
+
+def job_of(d: Desk) -> tuple[Ask, SubmitJob]:
+    ask = d.asks(SubmitJob)[-1]
+    assert isinstance(ask.body, SubmitJob)
+    return ask, ask.body
+
+
+# --- at home ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_token_needs_nothing() -> None:
+    assert desk(1, FULL, caches=["a"]).ready().position == 0
+
+
+@pytest.mark.parametrize("requirement", [FULL, WINDOWED, STATEFUL])
+def test_a_full_hit_at_home_asks_nobody(requirement: Requirement) -> None:
+    d = desk(71, requirement, store=new_store(parts_of(71, 70, requirement)), caches=["a"], workers=["w"])
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 70)]
+    assert d.all(Ask) == []
+    assert (d.count("local_hits"), d.count("tokens_reused"), d.count("tokens_computed")) == (1, 70, 0)
+
+
+def test_a_hit_at_home_counts_as_use() -> None:
+    mine, others = parts_of(71, 70), all_parts(tokens_of(70, seed=1), FULL)
+    store = new_store([*mine, *others], max_bytes=10 * 48)
+    desk(71, FULL, store=store).run_engine()
+    store.put(all_parts(tokens_of(16, seed=2), FULL)[0], fingerprint=FINGERPRINT, now=20.0)
+    assert all(store.has(part.meta.ref) for part in mine)
+    assert not all(store.has(part.meta.ref) for part in others)
+
+
+def test_a_cold_prompt_is_computed_kept_and_offered_for_publishing() -> None:
+    store = new_store()
+    d = desk(71, WINDOWED, store=store)
+    d.run_engine()
+    outcome = d.ready()
+    assert kinds(outcome) == [(SourceKind.COMPUTED, 0, 70)]
+    assert {part.meta.ref for part in outcome.new_parts} == {part.meta.ref for part in parts_of(71, 70, WINDOWED)}
+    assert all(store.has(part.meta.ref) for part in outcome.new_parts)
+    assert d.count("misses") == 1
+    assert outcome.explanation.reasons == ("own cache ends at token 0: diverged or never stored at token 0",)
+
+
+def test_the_sessions_own_kv_wins_over_a_shorter_hit() -> None:
+    d = desk(71, FULL, live=50, store=new_store(parts_of(71, 48)))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.LIVE, 0, 50), (SourceKind.COMPUTED, 50, 70)]
+    assert len(d.all(RunCommand)) == 1, "no import"
+    assert d.count("misses") == 0
+
+
+def test_a_deeper_hit_wins_over_the_sessions_own_kv() -> None:
+    d = desk(71, FULL, live=20, store=new_store(parts_of(71, 48)))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 48), (SourceKind.COMPUTED, 48, 70)]
+
+
+def test_a_tail_of_another_prompt_in_the_own_store_is_used() -> None:
+    d = desk(71, FULL, store=new_store(parts_of(71, 59)))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 59), (SourceKind.COMPUTED, 59, 70)]
+
+
+def test_without_store_and_publishing_nothing_is_captured() -> None:
+    d = desk(71, FULL, store=None, publish=False)
+    d.run_engine()
+    command = d.command().command
+    assert isinstance(command, Prefill)
+    assert not command.capture
+    assert d.ready().new_parts == ()
+
+
+def test_a_store_without_room_costs_nothing_but_later_hits() -> None:
+    d = desk(71, FULL, store=new_store(max_bytes=50))
+    d.run_engine()
+    assert len(d.ready().new_parts) == 5
+    assert d.count("hot_store_failures") > 0
+
+
+def test_parts_over_the_import_limit_are_not_imported() -> None:
+    limits = PreparationSettings(remote_minimum_tokens=8, max_import_bytes=100)
+    d = desk(71, FULL, store=new_store(parts_of(71, 70)), settings=limits)
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 32), (SourceKind.COMPUTED, 32, 70)]
+    assert "only the first 32 tokens fit into the import limit" in d.ready().explanation.reasons
+
+
+def test_a_refused_import_drops_the_parts_and_computes_everything() -> None:
+    store = new_store(parts_of(71, 70))
+    d = desk(71, FULL, live=20, store=store)
+    d.engine.import_fails = True
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 70)]
+    assert (d.count("import_failures"), d.count("fallbacks"), d.count("tokens_computed")) == (1, 1, 70)
+    assert any("bad parts" in reason for reason in d.ready().explanation.reasons)
+    assert store.stats().entry_count == 5, "fresh parts replaced the bad ones"
+
+
+def test_a_failing_engine_is_reported_with_the_position_it_reached() -> None:
+    d = desk(71, FULL)
+    d.engine.prefill_fails_at = 32
+    d.run_engine()
+    outcome = d.machine.outcome
+    assert isinstance(outcome, Unavailable)
+    assert (outcome.position, outcome.reason) == (32, "out of memory")
+    assert len(outcome.new_parts) == 2
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_remote_hit_is_fetched_promoted_imported_and_explained() -> None:
+    store = new_store(parts_of(71, 32))
+    d = desk(71, FULL, store=store, caches=["a", "b"])
+    first, second = d.asks(Lookup)
+    assert (first.node_id, second.node_id) == ("a", "b")
+    d.feed(found(first, parts_of(71, 70), (own_tail(70, FULL, 71),)))
+    assert d.all(CancelAsk) == [CancelAsk(second.ask)], "nobody waits for b"
+    ask, fetch = fetch_of(d)
+    assert fetch.lease_id == LEASE
+    assert len(fetch.parts) == 3, "two blocks are at home"
+    lane = d.grant(ask.ask)
+    assert lane.wanted == fetch.parts
+    d.feed(PartsReceived(lane.lane, pick(71, lane.wanted)))
+    assert d.feed(CreditEarned(lane.lane, 144)) == [SendUpdate(ask.ask, Credit(credit_bytes=144))]
+    d.now += 0.5
+    assert SendUpdate(ask.ask, TransferDone(complete=True)) in d.feed(LaneFinished(lane.lane, True, "", 144))
+    assert [release.body for release in d.asks(ReleaseLease)] == [ReleaseLease(lease_id=LEASE)]
+    d.feed(AskReplied(ask.ask, TransferResult(sent_parts=3, sent_bytes=144)))
+    d.run_engine()
+    outcome = d.ready()
+    assert kinds(outcome) == [(SourceKind.HOT, 0, 32), (SourceKind.REMOTE_CACHE, 32, 70)]
+    source = outcome.explanation.sources[1]
+    assert (source.node_id, source.transfer_bytes, source.elapsed_ms) == ("a", 144, 500.0)
+    assert (d.count("remote_hits"), d.count("hot_promotions"), d.count("bytes_received")) == (1, 3, 144)
+    assert store.has(lane.wanted[-1])
+    assert outcome.new_parts == (), "what a cache already has is not published"
+
+
+def test_the_result_of_a_fetch_is_not_awaited_but_its_ask_is_closed() -> None:
+    d = desk(33, FULL, caches=["a"])
+    d.feed(found(d.asks(Lookup)[0], parts_of(33, 32)))
+    ask, fetch = fetch_of(d)
+    d.deliver(d.grant(ask.ask), pick(33, fetch.parts))
+    d.run_engine()
+    assert d.ready().position == 32
+    assert d.all(CancelAsk) == [CancelAsk(ask.ask)]
+
+
+def test_missing_parts_come_from_several_peers() -> None:
+    d = desk(65, FULL, caches=["a", "b"])
+    first, second = d.asks(Lookup)
+    parts = parts_of(65, 64)
+    d.feed(found(first, parts[:2]))
+    d.feed(found(second, parts[1:]))
+    assert [part.meta.ref for part in parts] == [*fetch_of(d, 0)[1].parts, *fetch_of(d, 1)[1].parts]
+
+
+def test_failover_asks_the_other_peer_for_the_rest_only() -> None:
+    d = desk(65, FULL, caches=["a", "b"])
+    first, second = d.asks(Lookup)
+    parts = parts_of(65, 64)
+    d.feed(found(second, parts[:3]))
+    d.feed(found(first, parts))
+    ask, _ = fetch_of(d)
+    lane = d.grant(ask.ask)
+    d.feed(PartsReceived(lane.lane, parts[:2]))
+    d.feed(LaneFinished(lane.lane, False, "reset", 96))
+    assert CancelAsk(ask.ask) in d.log
+    rest, fetch = fetch_of(d)
+    assert (rest.node_id, fetch.parts) == ("b", (parts[2].meta.ref,)), "b reaches token 48; two blocks have arrived"
+    d.deliver(d.grant(rest.ask), (parts[2],))
+    d.run_engine()
+    stretches = [(source.node_id, source.start, source.end) for source in d.ready().explanation.sources]
+    assert stretches == [("a", 0, 32), ("b", 32, 48), ("", 48, 64)]
+    assert "cache a broke off a transfer" in d.ready().explanation.reasons
+    assert (d.count("fetch_failures"), d.count("fallbacks")) == (1, 1)
+
+
+def test_a_silent_peer_is_given_up_at_the_lookup_timeout() -> None:
+    d = desk(65, FULL, caches=["a", "b"])
+    first, second = d.asks(Lookup)
+    d.feed(found(first, parts_of(65, 32)))
+    assert d.asks(Fetch) == []
+    d.tick()
+    assert d.now == 12.0
+    assert d.all(CancelAsk) == [CancelAsk(second.ask)]
+    assert fetch_of(d)[0].node_id == "a"
+
+
+def test_a_peer_that_grants_nothing_is_given_up() -> None:
+    d = desk(33, FULL, caches=["a"])
+    d.feed(found(d.asks(Lookup)[0], parts_of(33, 32)))
+    ask, _ = fetch_of(d)
+    d.tick()
+    assert d.now == 15.0, "the idle timeout"
+    assert CancelAsk(ask.ask) in d.log
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 32)]
+
+
+def test_a_fetch_that_drags_on_ends_with_its_stage_and_keeps_what_arrived() -> None:
+    d = desk(33, FULL, caches=["a"])
+    d.feed(found(d.asks(Lookup)[0], parts_of(33, 32)))
+    lane = d.grant(fetch_of(d)[0].ask)
+    d.feed(PartsReceived(lane.lane, pick(33, lane.wanted[:1])))
+    d.tick()
+    assert d.now == 40.0
+    assert [close.lane for close in d.all(CloseLane)] == [lane.lane]
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.REMOTE_CACHE, 0, 16), (SourceKind.COMPUTED, 16, 32)]
+
+
+@pytest.mark.parametrize("requirement", [FULL, WINDOWED, STATEFUL])
+def test_a_peers_shorter_tail_is_used_when_its_hash_is_of_our_own_tokens(requirement: Requirement) -> None:
+    d = desk(71, requirement, caches=["a"])
+    held = parts_of(71, 59, requirement)
+    tail = own_tail(59, requirement, 71)
+    forged = Tail(parent_hash=tail.parent_hash, block_hash=bytes(32), token_count=14, kinds=7)
+    d.feed(found(d.asks(Lookup)[0], held, (forged, tail)))
+    ask, fetch = fetch_of(d)
+    by_ref = {part.meta.ref: part for part in held}
+    d.deliver(d.grant(ask.ask), tuple(by_ref[ref] for ref in fetch.parts))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.REMOTE_CACHE, 0, 59), (SourceKind.COMPUTED, 59, 70)]
+
+
+def test_an_import_that_costs_more_than_it_saves_is_left_with_the_numbers() -> None:
+    rates = MeasuredRates()
+    rates.observe_local(1_000_000, 1000.0)
+    d = desk(33, FULL, caches=["a"], rates=rates)
+    d.feed(found(d.asks(Lookup)[0], parts_of(33, 32)))
+    assert d.asks(Fetch) == []
+    assert len(d.asks(ReleaseLease)) == 1
+    d.run_engine()
+    assert any("does not pay" in reason for reason in d.ready().explanation.reasons)
+
+
+MALFORMED = LookupReply(present=(b"\xff" * 9, b"", b""), tails=(), part_bytes=(1, 1, 1), lease_id=LEASE, lease_ms=1, epoch=1)
+
+
+@pytest.mark.parametrize("body", [Done(), MALFORMED, None], ids=["another reply", "a bitmap of another length", "failure"])
+def test_a_peer_that_answers_badly_is_a_counted_miss(body: ReplyBody | None) -> None:
+    d = desk(33, FULL, caches=["a"])
+    ask = d.asks(Lookup)[0].ask
+    d.feed(AskReplied(ask, body) if body is not None else AskFailed(ask, FailureCode.UNAVAILABLE, "gone"))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 32)]
+    assert d.count("fallbacks") == 1
+
+
+def test_a_part_that_does_not_fit_the_prompt_is_refused() -> None:
+    d = desk(33, FULL, caches=["a"])
+    d.feed(found(d.asks(Lookup)[0], parts_of(33, 32)))
+    d.deliver(d.grant(fetch_of(d)[0].ask), all_parts(tokens_of(32, seed=5), FULL))
+    assert d.count("parts_refused") == 2
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 32)]
+
+
+def test_few_tokens_are_computed_without_asking() -> None:
+    d = desk(71, FULL, live=64, caches=["a"], workers=["w"])
+    assert d.all(Ask) == []
+    d.run_engine()
+    assert d.ready().explanation.reasons == ("6 tokens are too few to ask the fleet",)
+
+
+def test_local_only_asks_nobody() -> None:
+    d = desk(71, FULL, caches=["a"], workers=["w"], policy=PrefillPolicy.LOCAL_ONLY)
+    d.run_engine()
+    assert d.all(Ask) == []
+    assert d.ready().position == 70
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_computes_the_rest_and_its_parts_are_imported_and_published() -> None:
+    values: dict[str, object] = {}
+    rates = MeasuredRates()
+    d = desk(71, WINDOWED, store=new_store(parts_of(71, 32, WINDOWED)), workers=["w"], values=values, rates=rates)
+    ask, body = job_of(d)
+    assert body.have_tokens == 32
+    assert body.tokens == tokens_of(71).tobytes()
+    d.feed(AskProgressed(ask.ask, JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)))
+    lane = d.grant(ask.ask)
+    chain = chain_of(tokens_of(71)[:-1])
+    starts = {block.block_hash: block.start for block in chain.blocks}
+    assert lane.wanted == tuple(ref for ref in needed_parts(chain, 70, WINDOWED) if starts[ref.block_hash] >= 32)
+    d.feed(AskProgressed(ask.ask, JobProgress(tokens_done=48, tokens_total=70, tokens_reused=0)))
+    assert (d.machine.progress.tokens_done, d.machine.progress.source) == (48, SourceKind.WORKER)
+    assert (values["remote_job_tokens_computed"], values["remote_job_tokens_total"]) == (48, 70)
+    effects = d.deliver(lane, pick(71, lane.wanted, WINDOWED))
+    assert SendUpdate(ask.ask, TransferDone(complete=True)) in effects
+    d.feed(AskReplied(ask.ask, JobResult(tokens_computed=38, tokens_reused=0, compute_ms=380, sent_bytes=300)))
+    assert rates.workers[NodeId("w")].measured == 100.0
+    d.run_engine()
+    outcome = d.ready()
+    assert kinds(outcome) == [(SourceKind.HOT, 0, 32), (SourceKind.WORKER, 32, 70)]
+    assert {part.meta.ref for part in outcome.new_parts} == set(lane.wanted)
+    assert (d.count("remote_jobs"), d.count("remote_job_failures"), d.count("tokens_computed")) == (1, 0, 0)
+
+
+def test_the_second_worker_is_asked_for_less_after_the_first_one_died() -> None:
+    d = desk(65, FULL, workers=["v", "w"])
+    first, _ = job_of(d)
+    lane = d.grant(first.ask)
+    d.feed(PartsReceived(lane.lane, pick(65, lane.wanted[:2])))
+    effects = d.feed(AskFailed(first.ask, FailureCode.UNAVAILABLE, "gone"))
+    assert any(isinstance(effect, CloseLane) and effect.lane == lane.lane for effect in effects)
+    second, body = job_of(d)
+    assert (second.node_id, body.have_tokens) == ("w", 32)
+    d.feed(AskFailed(second.ask, FailureCode.RESOURCE_EXHAUSTED, "full"))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.WORKER, 0, 32), (SourceKind.COMPUTED, 32, 64)]
+    assert d.count("remote_job_failures") == 2
+    assert "worker v job failed (unavailable)" in d.ready().explanation.reasons
+
+
+def test_a_stalled_worker_is_given_up() -> None:
+    d = desk(65, FULL, workers=["v"])
+    ask, _ = job_of(d)
+    d.now += 20.0
+    d.feed(AskProgressed(ask.ask, JobProgress(tokens_done=1, tokens_total=64, tokens_reused=0)))
+    d.tick()
+    assert d.now == pytest.approx(10.0 + 20.0 + 30.0 + 2 * 256 / 1000.0)
+    assert CancelAsk(ask.ask) in d.log
+    assert d.count("remote_job_failures") == 1
+    d.run_engine()
+    assert "worker v stalled" in d.ready().explanation.reasons
+
+
+def test_all_workers_together_end_with_the_stage() -> None:
+    d = desk(65, FULL, workers=["v", "w"])
+    while isinstance(d.machine.deadline(), float):
+        ask, _ = job_of(d)
+        d.now = min(d.now + 20.0, 130.0)
+        d.feed(AskProgressed(ask.ask, JobProgress(tokens_done=1, tokens_total=64, tokens_reused=0)))
+    assert d.now == 130.0
+    d.run_engine()
+    assert len(d.asks(SubmitJob)) == 1, "there is no time left for the second one"
+    assert "worker v did not finish in time" in d.ready().explanation.reasons
+
+
+def test_a_worker_that_is_slower_than_home_is_not_asked() -> None:
+    rates = MeasuredRates()
+    rates.observe_local(5000, 1000.0)
+    d = desk(65, FULL, workers=["v"], rates=rates)
+    assert d.all(Ask) == []
+    d.run_engine()
+    assert any("worker v" in reason and "does not pay" in reason for reason in d.ready().explanation.reasons)
+
+
+# --- remote required -------------------------------------------------------------------------------------------------
+
+
+def test_remote_required_refuses_with_the_reason_and_leaves_the_session_alone() -> None:
+    store = new_store(parts_of(71, 48))
+    d = desk(71, FULL, live=20, store=store, workers=["w"], policy=PrefillPolicy.REMOTE_REQUIRED)
+    ask, body = job_of(d)
+    assert body.have_tokens == 48
+    d.feed(AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"))
+    outcome = d.machine.outcome
+    assert isinstance(outcome, Unavailable)
+    assert outcome.position == d.engine.position == 20
+    assert "48 of 70 tokens" in outcome.reason
+    assert "worker w job failed" in outcome.reason
+    assert d.all(RunCommand) == []
+    assert store.stats().leases == 0
+
+
+def test_remote_required_without_a_fleet_says_so() -> None:
+    outcome = desk(71, FULL, policy=PrefillPolicy.REMOTE_REQUIRED).machine.outcome
+    assert isinstance(outcome, Unavailable)
+    assert "no worker or cache is known" in outcome.reason
+
+
+def test_remote_required_ignores_costs_and_minimum() -> None:
+    rates = MeasuredRates()
+    rates.observe_local(1_000_000, 1000.0)
+    d = desk(33, FULL, live=30, caches=["a"], policy=PrefillPolicy.REMOTE_REQUIRED, rates=rates)
+    d.feed(found(d.asks(Lookup)[0], parts_of(33, 32)))
+    assert len(d.asks(Fetch)) == 1
+
+
+def test_remote_required_does_not_compute_after_a_refused_import() -> None:
+    d = desk(33, FULL, live=10, store=new_store(parts_of(33, 32)), policy=PrefillPolicy.REMOTE_REQUIRED)
+    d.engine.import_fails = True
+    d.run_engine()
+    outcome = d.machine.outcome
+    assert isinstance(outcome, Unavailable)
+    assert (outcome.position, outcome.reason) == (0, "bad parts")
+
+
+# --- cancelling, and events that come at the wrong time --------------------------------------------------------------
+
+
+def test_cancel_while_asking_leaves_nothing_open() -> None:
+    store = new_store(parts_of(65, 16))
+    d = desk(65, FULL, store=store, caches=["a", "b"])
+    first, second = d.asks(Lookup)
+    d.feed(found(first, parts_of(65, 32)))
+    assert CancelAsk(second.ask) in d.take(d.machine.cancel(d.now))
+    assert len(d.asks(ReleaseLease)) == 1
+    assert d.machine.outcome == Cancelled(0, ())
+    assert store.stats().leases == 0
+
+
+def test_cancel_while_computing_waits_for_the_engine_and_keeps_its_work() -> None:
+    d = desk(71, FULL)
+    run = d.command()
+    d.feed(CommandEvent(run.ticket, next(iter(d.engine.run(run.command)))))
+    assert d.take(d.machine.cancel(d.now)) == [CancelCommand(run.ticket)]
+    assert d.machine.cancel(d.now) == [], "once is enough"
+    assert d.machine.outcome is None
+    d.feed(CommandEnded(run.ticket, True, d.engine.position))
+    outcome = d.machine.outcome
+    assert isinstance(outcome, Cancelled)
+    assert outcome.position == 32
+    assert len(outcome.new_parts) == 2
+
+
+def test_cancel_while_importing_waits_for_its_end_and_computes_nothing() -> None:
+    d = desk(71, FULL, store=new_store(parts_of(71, 48)))
+    assert isinstance(d.command().command, ImportPrefix)
+    assert d.machine.cancel(d.now) == []
+    d.run_engine()
+    assert d.machine.outcome == Cancelled(48, ())
+    assert len(d.all(RunCommand)) == 1
+
+
+def at_phase(phase: Phase) -> Desk:
+    match phase:
+        case Phase.GATHER:
+            return desk(71, FULL, caches=["a"])
+        case Phase.OFFLOAD:
+            return desk(71, FULL, workers=["w"])
+        case Phase.IMPORT:
+            return desk(71, FULL, store=new_store(parts_of(71, 48)))
+        case Phase.COMPUTE:
+            return desk(71, FULL)
+        case _:
+            return desk(1, FULL)
+
+
+STRANGERS: tuple[HostEvent, ...] = (
+    AskReplied(AskId(999), Done()),
+    AskProgressed(AskId(999), GRANT),
+    AskFailed(AskId(999), FailureCode.INTERNAL, "?"),
+    PartsReceived(LaneId(999), ()),
+    CreditEarned(LaneId(999), 1),
+    LaneFinished(LaneId(999), True, "", 0),
+    CommandEnded(Ticket(999), False, 3),
+    Tick(),
+)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.LOCAL])
+@pytest.mark.parametrize("event", STRANGERS, ids=lambda event: type(event).__name__)
+def test_events_of_nothing_that_is_open_change_nothing(phase: Phase, event: HostEvent) -> None:
+    d = at_phase(phase)
+    assert d.machine.phase is phase
+    before = d.machine.position
+    assert d.feed(event) == []
+    assert (d.machine.phase, d.machine.position) == (phase, before)
+
+
+def test_the_transition_table_names_every_phase_and_never_goes_back() -> None:
+    order = list(Phase)
+    assert set(TRANSITIONS) == set(order)
+    assert all(order.index(after) > order.index(before) for before, afters in TRANSITIONS.items() for after in afters)
+
+
+def test_a_machine_starts_once_and_its_task_must_make_sense() -> None:
+    d = desk(71, FULL)
+    with pytest.raises(LocalProtocolError):
+        d.machine.start(d.now)
+    with pytest.raises(LocalProtocolError):
+        preparation(tokens_of(BLOCK), FULL, live=BLOCK)
+    with pytest.raises(LocalProtocolError):
+        PreparationSettings(lookup_timeout_s=0.0)

@@ -1,0 +1,288 @@
+"""Background publishing: every way a delivery can go, and that it never grows or blocks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kakeya_zmq.blocks import Part
+from kakeya_zmq.planner import rank_replicas
+from kakeya_zmq.protocol.effects import (
+    AddCredit,
+    Ask,
+    AskFailed,
+    AskId,
+    AskProgressed,
+    AskReplied,
+    CancelAsk,
+    CloseLane,
+    ConnectSender,
+    Count,
+    Effect,
+    HostEvent,
+    LaneFinished,
+    LaneId,
+    Tick,
+)
+from kakeya_zmq.protocol.prepare import IdAllocator
+from kakeya_zmq.protocol.publish import Publisher, PublishSettings
+from tests.unit.preparation_kit import FINGERPRINT, FULL, all_parts, tokens_of
+from wire.codec import pack_bitmap
+from wire.errors import FailureCode, LocalProtocolError
+from wire.ids import NodeId
+from wire.messages import CipherSuite, Credit, Done, GetStatus, PublishGrant, PublishOffer, PublishResult, TransferGrant
+
+PEERS = (NodeId("a"), NodeId("b"), NodeId("c"))
+GRANT = TransferGrant(
+    transfer_id=bytes(16), port=1, token="0" * 32, key=bytes(32), suite=CipherSuite.SECRETBOX, chunk_bytes=65_536
+)
+STORED = PublishResult(stored_parts=4, already_held_parts=0, refused_parts=0, reason="")
+
+
+class Desk:
+    def __init__(self, limits: PublishSettings | None = None) -> None:
+        self.values: dict[str, object] = {}
+        self.machine = Publisher(
+            limits or PublishSettings(), IdAllocator(itertools.count(1).__next__), self.values.__setitem__
+        )
+        self.now = 5.0
+        self.log: list[Effect] = []
+
+    def publish(self, parts: tuple[Part, ...], peers: tuple[NodeId, ...] = PEERS) -> list[Effect]:
+        return self.take(self.machine.publish(parts, FINGERPRINT, peers, self.now))
+
+    def take(self, effects: list[Effect]) -> list[Effect]:
+        self.log += effects
+        return effects
+
+    def feed(self, event: HostEvent) -> list[Effect]:
+        return self.take(self.machine.on(event, self.now))
+
+    def asks(self) -> list[Ask]:
+        return [effect for effect in self.log if isinstance(effect, Ask)]
+
+    def count(self, name: str) -> int:
+        return sum(effect.amount for effect in self.log if isinstance(effect, Count) and effect.name == name)
+
+    def grant(self, ask: Ask, wanted: list[bool] | None = None) -> ConnectSender:
+        assert isinstance(ask.body, PublishOffer)
+        bits = pack_bitmap(wanted or [True] * len(ask.body.parts))
+        effects = self.feed(AskProgressed(ask.ask, PublishGrant(wanted=bits, grant=GRANT, credit_bytes=100)))
+        (connect,) = [effect for effect in effects if isinstance(effect, ConnectSender)]
+        return connect
+
+
+def parts_of(count: int, seed: int = 0) -> tuple[Part, ...]:
+    return all_parts(tokens_of(count, seed), FULL)
+
+
+def test_parts_go_to_the_peer_that_rendezvous_ranks_first() -> None:
+    d = Desk()
+    parts = parts_of(64)
+    d.publish(parts[::-1])
+    (ask,) = d.asks()
+    assert ask.node_id == rank_replicas(parts[0].meta.block_hash, PEERS)[0]
+    assert isinstance(ask.body, PublishOffer)
+    assert ask.body.parts == tuple(part.meta for part in parts)
+
+
+def test_only_wanted_parts_are_sent_and_payloads_are_shared() -> None:
+    d = Desk()
+    parts = parts_of(64)
+    d.publish(parts)
+    (ask,) = d.asks()
+    connect = d.grant(ask, [True, False, False, True])
+    assert connect.parts == (parts[0], parts[3])
+    assert connect.parts[0].payload is parts[0].payload
+    assert (connect.node_id, connect.credit_bytes) == (ask.node_id, 100)
+    assert d.feed(AskProgressed(ask.ask, Credit(credit_bytes=7))) == [AddCredit(connect.lane, 7)]
+    d.feed(LaneFinished(connect.lane, True, "", 96))
+    d.feed(AskReplied(ask.ask, STORED))
+    assert d.machine.idle
+    assert (d.count("publish_attempts"), d.count("publish_successes"), d.count("publish_failures")) == (1, 1, 0)
+    assert d.count("bytes_published") == 96
+
+
+def test_a_result_that_overtakes_the_lanes_end_counts_the_bytes_once() -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    (ask,) = d.asks()
+    connect = d.grant(ask)
+    assert CloseLane(connect.lane, True, "the peer has concluded") in d.feed(AskReplied(ask.ask, STORED))
+    d.feed(LaneFinished(connect.lane, True, "", 192))
+    assert d.count("bytes_published") == 192
+
+
+def test_a_peer_that_wants_nothing_is_a_success_without_bytes() -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    (ask,) = d.asks()
+    d.feed(AskProgressed(ask.ask, PublishGrant(wanted=pack_bitmap([False] * 4), grant=None, credit_bytes=0)))
+    d.feed(AskReplied(ask.ask, PublishResult(stored_parts=0, already_held_parts=4, refused_parts=0, reason="")))
+    assert (d.count("publish_successes"), d.count("bytes_published")) == (1, 0)
+
+
+@pytest.mark.parametrize("case", ["failure", "other reply", "lane", "refused", "bitmap", "stall"])
+def test_a_failed_delivery_is_tried_once_more_on_another_peer(case: str) -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    for attempt in range(2):
+        ask = d.asks()[attempt]
+        match case:
+            case "failure":
+                d.feed(AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"))
+            case "other reply":
+                d.feed(AskReplied(ask.ask, Done()))
+            case "lane":
+                d.feed(LaneFinished(d.grant(ask).lane, False, "reset", 1))
+            case "refused":
+                refused = PublishResult(stored_parts=0, already_held_parts=0, refused_parts=4, reason="full")
+                d.feed(AskReplied(ask.ask, refused))
+            case "bitmap":
+                d.feed(AskProgressed(ask.ask, PublishGrant(wanted=b"\xff" * 9, grant=GRANT, credit_bytes=1)))
+            case _:
+                due = d.machine.deadline()
+                assert due is not None
+                d.now = due
+                d.feed(Tick())
+    assert d.machine.idle
+    assert len(d.asks()) == 2
+    assert d.asks()[0].node_id != d.asks()[1].node_id
+    assert (d.count("publish_attempts"), d.count("publish_successes"), d.count("publish_failures")) == (2, 0, 2)
+    assert str(d.values["last_publish_error"]).startswith("publish to ")
+
+
+def test_a_partly_refused_delivery_is_a_success_that_tells_what_was_refused() -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    d.feed(AskReplied(d.asks()[0].ask, PublishResult(stored_parts=3, already_held_parts=0, refused_parts=1, reason="full")))
+    assert (d.count("publish_successes"), d.count("publish_parts_refused")) == (1, 1)
+
+
+def test_few_deliveries_run_at_once_and_the_oldest_waiting_ones_are_dropped() -> None:
+    d = Desk(PublishSettings(in_flight_max=1, queue_deliveries_max=2))
+    for seed in range(5):
+        d.publish(parts_of(16, seed))
+    assert len(d.asks()) == 1
+    assert (d.machine.waiting, d.count("publish_dropped")) == (2, 2)
+    d.feed(AskReplied(d.asks()[0].ask, STORED))
+    second = d.asks()[1].body
+    assert isinstance(second, PublishOffer)
+    assert second.parts == tuple(part.meta for part in parts_of(16, 3)), "1 and 2 were dropped"
+
+
+def test_waiting_payloads_are_bounded_in_bytes() -> None:
+    d = Desk(PublishSettings(in_flight_max=1, queue_bytes_max=100))
+    for seed in range(5):
+        d.publish(parts_of(16, seed))
+    assert (d.machine.waiting, d.count("publish_dropped")) == (2, 2)
+
+
+def test_a_long_run_is_cut_into_batches_of_parts_and_bytes() -> None:
+    d = Desk(PublishSettings(in_flight_max=9, batch_parts_max=3))
+    d.publish(parts_of(128))
+    assert [len(ask.body.parts) for ask in d.asks() if isinstance(ask.body, PublishOffer)] == [3, 3, 2]
+    assert len({ask.node_id for ask in d.asks()}) == 1, "one run stays together"
+    d = Desk(PublishSettings(in_flight_max=9, batch_bytes_max=100))
+    d.publish(parts_of(80))
+    assert [len(ask.body.parts) for ask in d.asks() if isinstance(ask.body, PublishOffer)] == [2, 2, 1]
+
+
+def test_replication_goes_to_different_peers_and_zero_switches_it_off() -> None:
+    d = Desk(PublishSettings(replication_factor=2))
+    d.publish(parts_of(16))
+    assert len({ask.node_id for ask in d.asks()}) == 2
+    assert Desk(PublishSettings(replication_factor=0)).publish(parts_of(16)) == []
+    assert Desk().publish(parts_of(16), peers=()) == []
+    assert Desk().publish(()) == []
+
+
+def test_close_leaves_nothing_open() -> None:
+    d = Desk(PublishSettings(in_flight_max=1))
+    d.publish(parts_of(16))
+    d.publish(parts_of(16, 1))
+    connect = d.grant(d.asks()[0])
+    effects = d.take(d.machine.close())
+    assert CancelAsk(d.asks()[0].ask) in effects
+    assert CloseLane(connect.lane, False, "shutting down") in effects
+    assert d.machine.idle
+    assert d.machine.deadline() is None
+    assert d.count("publish_dropped") == 2
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(LocalProtocolError):
+        PublishSettings(attempts_max=0)
+    with pytest.raises(LocalProtocolError):
+        PublishSettings(batch_parts_max=100_000)
+    with pytest.raises(LocalProtocolError):
+        PublishSettings(stall_timeout_s=0.0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), rounds=st.integers(1, 60))
+def test_in_any_order_of_events_every_attempt_is_counted_and_nothing_stays_open(seed: int, rounds: int) -> None:
+    rng = random.Random(seed)
+    d = Desk(PublishSettings(in_flight_max=2, queue_deliveries_max=3))
+    open_asks: dict[int, Ask] = {}
+    open_lanes: set[LaneId] = set()
+
+    def settle(effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Ask(ask=ask):
+                    open_asks[ask] = effect
+                case CancelAsk(ask=ask):
+                    assert open_asks.pop(ask, None) is not None
+                case ConnectSender(lane=lane):
+                    open_lanes.add(lane)
+                case CloseLane(lane=lane):
+                    assert lane in open_lanes
+                    open_lanes.discard(lane)
+                case AddCredit(lane=lane):
+                    assert lane in open_lanes
+                case _:
+                    pass
+        assert len(open_asks) <= 2
+
+    def event() -> HostEvent:
+        # Every event may hit something open, something long closed, or something that never was.
+        ask = rng.choice([*d.asks(), Ask(AskId(999), NodeId("x"), GetStatus(), 1.0)])
+        count = len(ask.body.parts) if isinstance(ask.body, PublishOffer) else 1
+        bits = pack_bitmap([rng.random() < 0.7 for _ in range(count)])
+        grant = PublishGrant(wanted=bits, grant=rng.choice([GRANT, GRANT, None]), credit_bytes=9)
+        lane = rng.choice([*open_lanes, LaneId(998)])
+        events: list[HostEvent] = [
+            AskProgressed(ask.ask, grant),
+            AskProgressed(ask.ask, Credit(credit_bytes=5)),
+            AskReplied(ask.ask, STORED),
+            AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"),
+            LaneFinished(lane, rng.random() < 0.7, "", 5),
+            Tick(),
+        ]
+        return rng.choice(events)
+
+    for _ in range(rounds):
+        d.now += rng.choice([0.0, 0.1, 5.0])
+        if rng.random() < 0.3:
+            settle(d.publish(parts_of(rng.randint(1, 40), rng.randint(0, 50))))
+            continue
+        happening = event()
+        match happening:
+            case AskReplied(ask=ask) | AskFailed(ask=ask):
+                open_asks.pop(ask, None)
+            case LaneFinished(lane=lane):
+                open_lanes.discard(lane)
+            case _:
+                pass
+        settle(d.feed(happening))
+    attempts, ended = d.count("publish_attempts"), d.count("publish_successes") + d.count("publish_failures")
+    assert attempts - ended == len(open_asks)
+    settle(d.take(d.machine.close()))
+    assert not open_asks
+    assert not open_lanes
+    assert d.machine.idle

@@ -1,0 +1,413 @@
+"""Secret files, the fleet key and its key tree, and node identities.
+
+One pre-shared key (PSK) makes a fleet. No key is used for two things: every purpose has its own 32 bytes,
+BLAKE2b(key=PSK, person=purpose, salt=key id), so that a leak or a nonce mistake in one plane can't touch another.
+The telemetry branch hangs below one node of the tree, so a dashboard can hold that node and nothing else:
+
+    PSK ── HELLO, WELCOME, SESSION, BUS_FLEET, CURVE_SERVER, CURVE_CLIENT
+     └──── BUS_TELEMETRY (the telemetry key, may live in a file of its own)
+             ├── CURVE_BUS      (admission to the bus)
+             └── seal key       (what readers of telemetry may open)
+
+The key id is public (it names a PSK during a rotation). A PSK that can be guessed can be tested against it offline:
+use 32 random bytes (:meth:`FleetKey.generate`), not a phrase.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from nacl import bindings
+from nacl.exceptions import BadSignatureError
+from nacl.signing import SigningKey, VerifyKey
+
+from wire.errors import AuthenticationError, ConfigError, LocalProtocolError, SecretFileError
+
+KEY_BYTES: Final = 32
+KEY_ID_BYTES: Final = 8
+PSK_BYTES_MIN: Final = 16
+SIGNATURE_BYTES: Final = 64
+SECRET_FILE_BYTES_MAX: Final = 64 * 1024
+"""No secret is larger; keeps a wrong path (a model, a log) from being read into memory."""
+
+_PERSON_KEY_ID: Final = b"kz key id"
+_PERSON_LONG_PSK: Final = b"kz long psk"
+_PERSON_TELEMETRY_SEAL: Final = b"kz telemetry sea"
+_PERSON_CLIENT_TO_SERVER: Final = b"kz session c>s"
+_PERSON_SERVER_TO_CLIENT: Final = b"kz session s>c"
+_SALT_BYTES: Final = 16
+
+
+class Purpose(StrEnum):
+    """What a derived key is for; the value personalises the hash (at most 16 bytes)."""
+
+    HELLO = "kz hello"
+    WELCOME = "kz welcome"
+    SESSION = "kz session"
+    BUS_FLEET = "kz bus fleet"
+    BUS_TELEMETRY = "kz bus telemetry"
+    CURVE_SERVER = "kz curve server"
+    CURVE_CLIENT = "kz curve client"
+    CURVE_BUS = "kz curve bus"
+
+
+# --- secret files ------------------------------------------------------------------------------------------------
+
+
+def read_secret_file(path: Path, *, minimum_bytes: int, what: str) -> bytes:
+    """Read a secret, without outer whitespace, from a file that only its owner can read.
+
+    The checks are made on the opened file, not on the name, so the file can't be swapped between check and use.
+
+    Args:
+        path: the file; a symbolic link is followed.
+        minimum_bytes: fewest bytes that count as a secret.
+        what: what it holds, for the error line, e.g. "fleet key".
+
+    Raises:
+        SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, or owned
+            by another user.
+    """
+    # O_NONBLOCK: opening a FIFO must not hang the start of a daemon.
+    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except FileNotFoundError:
+        raise SecretFileError(f"the {what} file {path} does not exist", remedy="create it, or pass the right path") from None
+    except OSError as error:
+        reason = error.strerror or "unknown error"
+        raise SecretFileError(
+            f"the {what} file {path} cannot be opened: {reason}", remedy="make it readable for this user"
+        ) from None
+    try:
+        _check_secret_file(os.fstat(descriptor), path, what)
+        data = _read_at_most(descriptor, SECRET_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise SecretFileError(f"the {what} file {path} cannot be read: {error.strerror or 'unknown error'}") from None
+    finally:
+        os.close(descriptor)
+    if len(data) > SECRET_FILE_BYTES_MAX:
+        raise SecretFileError(f"the {what} file {path} is too large to be a secret", remedy="pass the right path")
+    data = data.strip()
+    if len(data) < minimum_bytes:
+        state = "is empty" if not data else f"holds {len(data)} bytes, fewer than {minimum_bytes}"
+        raise SecretFileError(f"the {what} file {path} {state}", remedy="generate a new secret")
+    return data
+
+
+def _check_secret_file(status: os.stat_result, path: Path, what: str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise SecretFileError(f"the {what} file {path} is not a regular file", remedy="pass the right path")
+    if os.name != "posix":
+        return
+    if status.st_uid != os.geteuid():
+        raise SecretFileError(f"the {what} file {path} belongs to another user", remedy=f"chown it to this user: {path}")
+    if status.st_mode & 0o077:
+        raise SecretFileError(f"the {what} file {path} is open to other users", remedy=f"chmod 600 {path}")
+
+
+def _read_at_most(descriptor: int, count: int) -> bytes:
+    pieces = bytearray()
+    while len(pieces) < count:
+        piece = os.read(descriptor, count - len(pieces))
+        if not piece:
+            break
+        pieces += piece
+    return bytes(pieces)
+
+
+def write_secret_file(path: Path, data: bytes) -> None:
+    """Write a new secret file with mode 0600; missing parent folders are made with mode 0700.
+
+    The file appears whole or not at all (written beside its name, then linked to it), so two daemons that start together
+    can't read half a key; an existing file is never overwritten.
+
+    Raises:
+        ConfigError: the file exists, or cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        _make_private_folders(path.parent)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists and is not overwritten", remedy="remove it first, or choose another") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {error.strerror or 'unknown error'}", remedy="choose a writable local folder"
+        ) from None
+
+
+def _make_private_folders(folder: Path) -> None:
+    missing = []
+    while not folder.exists():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        # Another daemon may have made it in the meantime: that is as good.
+        each.mkdir(mode=0o700, exist_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    # Some file systems refuse fsync on folders; the file itself is already on disk then.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _load_or_create_hex(path: Path, what: str) -> bytes:
+    """32 random bytes kept as hexadecimal text."""
+    if not path.exists():
+        # Lost the race against another process that creates it: use that one.
+        try:
+            write_secret_file(path, secrets.token_hex(KEY_BYTES).encode("ascii") + b"\n")
+        except ConfigError:
+            if not path.exists():
+                raise
+    return _read_hex(path, what)
+
+
+def _read_hex(path: Path, what: str) -> bytes:
+    text = read_secret_file(path, minimum_bytes=2 * KEY_BYTES, what=what)
+    try:
+        data = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        data = b""
+    if len(data) != KEY_BYTES:
+        raise SecretFileError(f"the {what} file {path} does not hold {2 * KEY_BYTES} hexadecimal digits")
+    return data
+
+
+def load_or_create_tenant_key(path: Path) -> bytes:
+    """The 32-byte key of a tenant's block hashes, made on first use.
+
+    Raises:
+        SecretFileError: the file is not a proper secret file (see :func:`read_secret_file`).
+        ConfigError: it cannot be created.
+    """
+    return _load_or_create_hex(path, "tenant key")
+
+
+# --- key tree --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePair:
+    """A Curve25519 key pair, 32 raw bytes each, as pyzmq's CURVE options and X25519 take them."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def from_secret(cls, secret: bytes) -> CurvePair:
+        """The pair of a 32-byte secret (clamped inside the curve code, so any bytes do)."""
+        return cls(public=bindings.crypto_scalarmult_base(secret), secret=secret)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKeys:
+    """The two keys of one control session, one a direction, 32 bytes each."""
+
+    client_to_server: bytes = field(repr=False)
+    server_to_client: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryKey:
+    """The branch of the key tree that readers of telemetry hold: it opens telemetry and admits to the bus, nothing else."""
+
+    secret: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.secret) != KEY_BYTES:
+            raise ConfigError(f"a telemetry key has {KEY_BYTES} bytes, not {len(self.secret)}")
+
+    @classmethod
+    def load(cls, path: Path) -> TelemetryKey:
+        """Read it from its file (:meth:`to_text`).
+
+        Raises:
+            SecretFileError: see :func:`read_secret_file`.
+        """
+        return cls(_read_hex(path, "telemetry key"))
+
+    def to_text(self) -> bytes:
+        """What its file holds: hexadecimal digits."""
+        return self.secret.hex().encode("ascii")
+
+    def bus_curve(self) -> CurvePair:
+        """Key pair that both ends of the bus use in the CURVE handshake."""
+        return CurvePair.from_secret(_blake2b(self.secret, Purpose.CURVE_BUS.encode()))
+
+    @property
+    def seal_key(self) -> bytes:
+        """32 bytes that seal telemetry on the bus."""
+        return _blake2b(self.secret, _PERSON_TELEMETRY_SEAL)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetKey:
+    """The fleet's pre-shared key, root of all keys but identities and tenant keys.
+
+    Args:
+        psk: at least 16 bytes.
+
+    Raises:
+        ConfigError: too short.
+    """
+
+    psk: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.psk) < PSK_BYTES_MIN:
+            raise ConfigError(
+                f"a fleet key has at least {PSK_BYTES_MIN} bytes, not {len(self.psk)}", remedy="generate a new one"
+            )
+
+    @classmethod
+    def load(cls, path: Path) -> FleetKey:
+        """Read the PSK from its file; the text itself, without outer whitespace, is the key.
+
+        Raises:
+            SecretFileError: see :func:`read_secret_file`.
+        """
+        return cls(read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key"))
+
+    @staticmethod
+    def generate() -> bytes:
+        """A new PSK: 32 random bytes as 64 hexadecimal digits."""
+        return secrets.token_hex(KEY_BYTES).encode("ascii")
+
+    @property
+    def key_id(self) -> bytes:
+        """8 public bytes that name this PSK."""
+        return hashlib.blake2b(key=self._root(), person=_PERSON_KEY_ID, digest_size=KEY_ID_BYTES).digest()
+
+    def derive(self, purpose: Purpose) -> bytes:
+        """32 bytes for one purpose."""
+        if purpose is Purpose.CURVE_BUS:
+            # Hangs below the telemetry key, so that its holder can compute it too.
+            return self.telemetry_key().bus_curve().secret
+        return _blake2b(self._root(), purpose.encode(), salt=self.key_id.ljust(_SALT_BYTES, b"\0"))
+
+    def curve_server(self) -> CurvePair:
+        """CURVE key pair of bound control sockets."""
+        return CurvePair.from_secret(self.derive(Purpose.CURVE_SERVER))
+
+    def curve_client(self) -> CurvePair:
+        """CURVE key pair of connecting control sockets: the only client key the gate admits."""
+        return CurvePair.from_secret(self.derive(Purpose.CURVE_CLIENT))
+
+    def curve_bus(self) -> CurvePair:
+        """CURVE key pair of the bus, see :meth:`TelemetryKey.bus_curve`."""
+        return self.telemetry_key().bus_curve()
+
+    def telemetry_key(self) -> TelemetryKey:
+        """The branch that may be given to readers of telemetry."""
+        return TelemetryKey(self.derive(Purpose.BUS_TELEMETRY))
+
+    def _root(self) -> bytes:
+        # BLAKE2b takes keys up to 64 bytes.
+        if len(self.psk) <= hashlib.blake2b.MAX_KEY_SIZE:
+            return self.psk
+        return hashlib.blake2b(self.psk, person=_PERSON_LONG_PSK).digest()
+
+
+def _blake2b(key: bytes, person: bytes, *, salt: bytes = b"", data: bytes = b"") -> bytes:
+    return hashlib.blake2b(data, key=key, person=person, salt=salt, digest_size=KEY_BYTES).digest()
+
+
+def derive_session_keys(
+    session_secret: bytes, own: CurvePair, peer_public_key: bytes, hello_hash: bytes, welcome_hash: bytes
+) -> SessionKeys:
+    """Both keys of a session: BLAKE2b(key=SESSION key, X25519 secret ‖ hello hash ‖ welcome hash), a person per direction.
+
+    Knowing the PSK is not enough to compute them later (forward secrecy), and without it the exchange is worthless.
+
+    Raises:
+        AuthenticationError: the peer's public key is a point of small order.
+    """
+    try:
+        shared = bindings.crypto_scalarmult(own.secret, peer_public_key)
+    except RuntimeError:
+        # libsodium refuses results that don't depend on our secret; PyNaCl reports that as RuntimeError.
+        raise AuthenticationError("the ephemeral key is a weak point") from None
+    data = shared + hello_hash + welcome_hash
+    return SessionKeys(
+        client_to_server=_blake2b(session_secret, _PERSON_CLIENT_TO_SERVER, data=data),
+        server_to_client=_blake2b(session_secret, _PERSON_SERVER_TO_CLIENT, data=data),
+    )
+
+
+# --- identity ------------------------------------------------------------------------------------------------------
+
+
+class NodeIdentity:
+    """The Ed25519 key that a node is known by.
+
+    Args:
+        seed: 32 secret bytes.
+    """
+
+    __slots__ = ("_key", "public_key")
+
+    def __init__(self, seed: bytes) -> None:
+        if len(seed) != KEY_BYTES:
+            raise LocalProtocolError(f"an identity seed has {KEY_BYTES} bytes, not {len(seed)}")
+        self._key = SigningKey(seed)
+        self.public_key: bytes = bytes(self._key.verify_key)
+
+    def __repr__(self) -> str:
+        return "NodeIdentity()"
+
+    @classmethod
+    def generate(cls) -> NodeIdentity:
+        """A new random identity, kept nowhere."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> NodeIdentity:
+        """The identity in ``path``, made on first use.
+
+        Raises:
+            SecretFileError: the file is not a proper secret file (see :func:`read_secret_file`).
+            ConfigError: it cannot be created.
+        """
+        return cls(_load_or_create_hex(path, "identity key"))
+
+    def sign(self, data: bytes) -> bytes:
+        """64-byte Ed25519 signature."""
+        return bytes(self._key.sign(data).signature)
+
+    @staticmethod
+    def verify(public_key: bytes, data: bytes, signature: bytes) -> None:
+        """Check a signature.
+
+        Raises:
+            AuthenticationError: it does not hold, or key or signature have a wrong length.
+        """
+        if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
+            raise AuthenticationError("wrong length of a key or signature")
+        try:
+            VerifyKey(public_key).verify(data, signature)
+        except BadSignatureError:
+            raise AuthenticationError("the signature does not hold") from None
