@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from daemons.console import Console, fail
@@ -61,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. No traceback reaches the user unless KAKEYA_DEBUG is set."""
     try:
         options = build_parser().parse_args(arguments)
+        # Asked to stop by a service manager or a closed terminal: clean up as for Ctrl-C. Daemons set handlers of their own.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)
         code: int = options.run(options)
         return code
     except KeyboardInterrupt:
@@ -80,6 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         fail(f"internal error: {type(error).__name__} (set KAKEYA_DEBUG=1 to see where, and please report it)")
         return EXIT_FAILED
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def exit_code(error: KakeyaError) -> int:
@@ -136,6 +145,7 @@ def _add_fleet_commands(commands: Any) -> None:
     )
     demo.add_argument("--once", action="store_true", help="stop the fleet at the end")
     demo.add_argument("--model", default="", metavar="FOLDER", help="MLX model folder (default: the demo model)")
+    demo.add_argument("--ephemeral", action="store_true", help="use free ports instead of 51051, 52051 and 53051")
     _json_flag(demo)
     demo.set_defaults(run=_run_demo)
     up = _command_parser(
@@ -308,13 +318,18 @@ def _run_demo(options: argparse.Namespace) -> int:
     from daemons.demonstration import demonstrate
 
     console = Console(json_mode=options.json)
-    folder = _prepared_model(console, options.model)
-    plan = _local_plan(str(folder) if options.model else "", ephemeral=False)
+    running = fleet.find_member("primary")
+    model = options.model or (running.option("--model") if running else "")
+    folder = _prepared_model(console, model)
+    ours = not fleet.live_members()
+    finished = False
     try:
-        _show_members(console, fleet.start_fleet(plan, console.say))
+        _show_members(console, fleet.start_fleet(_local_plan(model, ephemeral=options.ephemeral), console.say))
         outcome = demonstrate(console, fleet.default_psk_file(), folder)
+        finished = True
     finally:
-        if options.once:
+        # An interrupted demonstration leaves nothing running that it started.
+        if options.once or (ours and not finished):
             fleet.stop_fleet(console.say)
     if not options.once:
         console.say("\nthe fleet keeps running: try `kakeya status`, `kakeya chat`; `kakeya down` stops it")

@@ -50,6 +50,12 @@ class Member:
         except psutil.NoSuchProcess:
             return False
 
+    def option(self, flag: str) -> str:
+        """The value it was started with for ``flag``, or empty."""
+        if flag not in self.arguments[:-1]:
+            return ""
+        return self.arguments[self.arguments.index(flag) + 1]
+
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:

@@ -56,11 +56,16 @@ def show_status(console: Console, addresses: tuple[str, ...], psk_file: Path) ->
             console.say(f"{where}: {error}{stopped}")
             answers.append({"address": address, "error": str(error)})
             continue
-        answers.append({"address": address, **msgspec.to_builtins(status)})
+        answers.append({"address": address, **status_as_dict(status)})
         _show(console, address, status)
     if console.json_mode:
         console.result({"nodes": answers})
     return code
+
+
+def status_as_dict(status: Status) -> dict[str, Any]:
+    """A node's status with names, for ``--json``."""
+    return {field: msgspec.to_builtins(getattr(status, field)) for field in status.__struct_fields__}
 
 
 def _ask(address: str, psk_file: Path) -> Status:
