@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kakeya_zmq.io.lanes import LaneGroup
+from kakeya_zmq.io.lanes import Lane, LaneGroup
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.receiver import ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
@@ -34,9 +34,11 @@ class BulkShell:
         self._ports = ports
         self._deliver = deliver
         self._group = LaneGroup()
+        self.opened = 0
+        """Lanes opened so far."""
 
     def bind_sender(self, effect: fx.BindSender) -> None:
-        self._group.add(
+        self._start(
             SenderLane.bind(
                 self._reactor.context,
                 self._reactor.gate,
@@ -52,7 +54,7 @@ class BulkShell:
         )
 
     def connect_sender(self, effect: fx.ConnectSender, host: str) -> None:
-        self._group.add(
+        self._start(
             SenderLane.connect(
                 self._reactor.context,
                 lane=effect.lane,
@@ -66,7 +68,7 @@ class BulkShell:
         )
 
     def bind_receiver(self, effect: fx.BindReceiver) -> None:
-        self._group.add(
+        self._start(
             ReceiverLane.bind(
                 self._reactor.context,
                 self._reactor.gate,
@@ -82,7 +84,7 @@ class BulkShell:
         )
 
     def connect_receiver(self, effect: fx.ConnectReceiver, host: str) -> None:
-        self._group.add(
+        self._start(
             ReceiverLane.connect(
                 self._reactor.context,
                 lane=effect.lane,
@@ -116,6 +118,10 @@ class BulkShell:
 
     def __len__(self) -> int:
         return len(self._group)
+
+    def _start(self, lane: Lane) -> None:
+        self._group.add(lane)
+        self.opened += 1
 
     def _post(self, event: LaneEvent) -> None:
         self._reactor.post(lambda: self._deliver(event))

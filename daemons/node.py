@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
+import resource
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -225,7 +227,10 @@ class Node:
                 "address": str(self.address),
                 "bus_port": self.bus.port,
                 "memory_bytes": self._cpu.memory_info().rss,
+                "memory_peak_bytes": peak_memory_bytes(),
                 "open_lane_threads": len(self.bulk),
+                "lanes_opened": self.bulk.opened,
+                **self.peers.traffic(),
                 "sealing": "aes-256-gcm" if self.has_aes else "secretbox",
                 **self.dispatcher.figures(),
             },
@@ -251,6 +256,7 @@ class Node:
             card = cards.pop(str(row["node_id"]), None)
             if card is not None:
                 row["roles"] = ", ".join(card.roles)
+                row["cache_entries"] = card.cache.entry_count if card.cache is not None else 0
         rows += [
             {"node_id": card.node_id, "roles": ", ".join(card.roles), "state": "known by its card"}
             for card in cards.values()
@@ -368,6 +374,12 @@ class Node:
     def _bus_message(self, message: BusMessage) -> None:
         if message.topic is Topic.CARD:
             self._merge((message.payload,), (0,))
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had resident."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def vars_of(value: object) -> dict[str, Value]:

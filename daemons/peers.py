@@ -5,6 +5,8 @@ One long-lived control connection for each node. A seed is kept up for ever; a c
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,29 +50,31 @@ class PeerTable:
         self._on_up = on_up
         self._on_down = on_down
         self._links: list[_Link] = []
+        self._ended: Counter[str] = Counter()
+        """What connections that were closed had counted."""
 
     def add_seed(self, address: Address) -> None:
         self._connect(address, None, seed=True)
 
     def ensure(self, card: Card) -> None:
-        """Connect to the node a card describes, unless there is a connection already."""
-        if any(link.node_id == card.node_id for link in self._links):
-            return
-        for endpoint in sorted(card.endpoints, key=lambda endpoint: -endpoint.priority):
-            try:
-                address = parse_address(endpoint.address)
-            except ConfigError:
-                continue
-            if any(link.client.address == address for link in self._links):
+        """Connect to the node a card describes, unless there is a connection already.
+
+        A node that was restarted may serve elsewhere: a connection that is down and leads to none of the card's addresses
+        is replaced.
+        """
+        addresses = _addresses(card)
+        for link in [link for link in self._links if link.node_id == card.node_id]:
+            if link.client.peer is not None or link.client.address in addresses:
                 return
-            self._connect(address, NodeId(card.node_id), seed=False)
-            return
+            if not link.seed:
+                self._let_go(link)
+        if addresses and not any(link.client.address == addresses[0] for link in self._links):
+            self._connect(addresses[0], NodeId(card.node_id), seed=False)
 
     def forget(self, node_id: str) -> None:
         """The node's card expired: end the connection that was made from it."""
         for link in [link for link in self._links if link.node_id == node_id and not link.seed]:
-            self._links.remove(link)
-            link.client.close()
+            self._let_go(link)
 
     def find(self, node_id: str) -> ControlClient | None:
         """The connection to a node, if its session is up."""
@@ -81,6 +85,13 @@ class PeerTable:
 
     def connected(self) -> list[tuple[str, ControlClient]]:
         return [(link.node_id, link.client) for link in self._links if link.node_id and link.client.peer is not None]
+
+    def traffic(self) -> dict[str, int]:
+        """Messages that were sent to other nodes and that came back, over all connections so far; pings don't count."""
+        total = self._ended.copy()
+        for link in self._links:
+            total.update(link.client.counters)
+        return {f"fleet_{name}": total[name] for name in ("requests", "updates", "cancels", "answers")}
 
     def rows(self) -> list[dict[str, int | float | str | bool | None]]:
         """One row a connection, for status. Addresses are for the administrator, who holds the PSK."""
@@ -126,5 +137,18 @@ class PeerTable:
 
     def _drop(self, link: _Link) -> None:
         if link in self._links:
-            self._links.remove(link)
-            link.client.close()
+            self._let_go(link)
+
+    def _let_go(self, link: _Link) -> None:
+        self._links.remove(link)
+        link.client.close()
+        self._ended.update(link.client.counters)
+
+
+def _addresses(card: Card) -> list[Address]:
+    """Where a node can be reached, best first; what cannot be parsed is left out."""
+    addresses: list[Address] = []
+    for endpoint in sorted(card.endpoints, key=lambda endpoint: -endpoint.priority):
+        with contextlib.suppress(ConfigError):
+            addresses.append(parse_address(endpoint.address))
+    return addresses

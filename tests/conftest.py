@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from kakeya_zmq.model.blas import prepare_blas
+from tests.fleet_rig import KEPT_PROCESSES
 
 prepare_blas(1)
 
@@ -34,13 +35,18 @@ def _is_python_helper(process: psutil.Process) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_running() -> Iterator[None]:
-    """Fail a test that leaves a non-daemon thread or a child process behind."""
+def _nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a non-daemon thread or a child process behind; a longer-lived fixture's are its business."""
     threads, children = _threads(), _children()
     yield
+    kept = request.session.stash.get(KEPT_PROCESSES, set())
+
+    def new_children() -> set[psutil.Process]:
+        return {child for child in _children() - children if child.pid not in kept}
+
     deadline = time.monotonic() + LEAK_WAIT_S
-    while (_threads() - threads or _children() - children) and time.monotonic() < deadline:
+    while (_threads() - threads or new_children()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    left = [thread.name for thread in _threads() - threads] + [f"process {child.pid}" for child in _children() - children]
+    left = [thread.name for thread in _threads() - threads] + [f"process {child.pid}" for child in new_children()]
     if left:
         pytest.fail(f"left running: {', '.join(sorted(left))}")

@@ -78,6 +78,7 @@ class OutgoingRequest:
         """Send the server something while the request is open; ignored afterwards (the answer may have crossed it)."""
         self._client.reactor.check_thread()
         if not self.finished:
+            self._client.counters["updates"] += 1
             self._client._feed(machine.StartUpdate(self.request_id, body))
 
     def cancel(self) -> None:
@@ -86,6 +87,7 @@ class OutgoingRequest:
         if not self.finished:
             self.finished = True
             self._client._requests.pop(self.request_id, None)
+            self._client.counters["cancels"] += 1
             self._client._feed(machine.StartCancel(self.request_id))
 
 
@@ -119,7 +121,8 @@ class ControlClient:
         self.round_trip_ms: float | None = None
         """Moving average of the round trip, None until measured."""
         self.counters: Counter[str] = Counter()
-        """``sessions``, ``sockets``, ``handshakes_rejected``, ``late_replies``, ``frames_dropped``, ``callback_errors``."""
+        """``sessions``, ``sockets``, ``handshakes_rejected``, ``late_replies``, ``frames_dropped``, ``callback_errors``; of
+        the host's own traffic, pings aside: ``requests``, ``updates``, ``cancels``, ``answers``."""
         self._fleet_key = fleet_key
         self._on_up = on_up
         self._on_down = on_down
@@ -174,6 +177,7 @@ class ControlClient:
         self.reactor.check_thread()
         request = OutgoingRequest(self, self._session.next_request_id(), on_reply, on_failure, on_progress)
         self._requests[request.request_id] = request
+        self.counters["requests"] += 1
         if self._closed:
             self._fail_later(request, FailureCode.UNAVAILABLE, "the connection is closed")
         elif self._queue_full():
@@ -229,11 +233,13 @@ class ControlClient:
             case machine.SessionDown():
                 self._session_down(effect.reason)
             case machine.Replied():
+                self.counters["answers"] += 1
                 reply = effect.body
                 self._answer(effect.request_id, lambda request: request._on_reply(reply))
             case machine.Failed():
                 self._failed(effect)
             case machine.Progressed():
+                self.counters["answers"] += 1
                 request = self._requests.get(effect.request_id)
                 if request is not None and request._on_progress is not None:
                     on_progress, progress = request._on_progress, effect.body

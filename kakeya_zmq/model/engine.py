@@ -88,6 +88,9 @@ class MlxEngine:
         layout: how its caches are cut into parts.
         facts: what the rest of the system needs to know of it.
         segment_tokens: grid of prefill, a multiple of the layout's block size.
+        launch_ahead: while decoding, start the next step before the current token is handed out, as mlx-lm does: it keeps
+            a GPU busy. None: on a GPU only, because MLX's CPU backend accepts no more than a few waiting tasks, so that
+            starting the next step waits for most of it and every token comes one step late.
         clock: seconds, for elapsed times.
         fresh_seed: a seed for decodes that name none.
 
@@ -104,6 +107,7 @@ class MlxEngine:
         facts: ModelFacts,
         *,
         segment_tokens: int = 256,
+        launch_ahead: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
         fresh_seed: Callable[[], int] = lambda: secrets.randbits(63),
     ) -> None:
@@ -123,6 +127,7 @@ class MlxEngine:
         self._sessions: dict[str, _Session] = {}
         caches = layout.new_caches()
         self._can_take_back = undo.can_take_back(caches)
+        self._launch_ahead = mx.default_device().type == mx.DeviceType.gpu if launch_ahead is None else launch_ahead
         self._narrowest_window = _narrowest_window(caches)
 
     @property
@@ -264,22 +269,27 @@ class MlxEngine:
         sampler = TokenSampler(command.sampling, fresh_seed=self._fresh_seed)
         end_tokens = frozenset(command.eos_token_ids)
         ahead: undo.Mark | None = None
-        """Set while a step has been launched whose input token is not yet known to be wanted."""
-        launched = self._launch(session, mx.array([command.last_token], mx.int32), sampler)
+        """Set while a step has been built whose input token is not yet known to be wanted."""
+        following = self._build(session, mx.array([command.last_token], mx.int32), sampler)
+        _start(following)
         session.position += 1
         try:
             for count in range(1, limit + 1):
-                sampled = launched
+                sampled = following
                 if count < limit and self._can_take_back:
+                    # Building a step costs Python time, which passes while the current one is being computed.
                     ahead = undo.mark(session.caches)
-                    launched = self._launch(session, sampled, sampler)
+                    following = self._build(session, sampled, sampler)
+                    if self._launch_ahead:
+                        _start(following)
                 token = int(sampled.item())  # type: ignore[arg-type]
                 if token in end_tokens:
                     return True
                 yield TokenDecoded(session.session_id, token)
                 if count < limit:
                     if not self._can_take_back:
-                        launched = self._launch(session, sampled, sampler)
+                        following = self._build(session, sampled, sampler)
+                    _start(following)
                     ahead = None
                     session.position += 1
                 if count % BUFFER_RELEASE_DECODE_STEPS == 0:
@@ -289,16 +299,14 @@ class MlxEngine:
             if ahead is not None:
                 session.destroyed_rows |= undo.take_back(session.caches, ahead)
 
-    def _launch(self, session: _Session, token: mx.array, sampler: TokenSampler) -> mx.array:
-        """Start the step of one token, shape (1,); returns the token sampled after it, being computed, shape (1,).
+    def _build(self, session: _Session, token: mx.array, sampler: TokenSampler) -> mx.array:
+        """Build the step of one token, shape (1,); returns the token sampled after it, not yet computed, shape (1,).
 
         ``session.position`` is still the token's own position.
         """
         self._keep_leaving_window(session)
         logits = self._model(token[None], cache=session.caches)[:, -1, :]
-        sampled = sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        mx.async_eval(sampled)  # type: ignore[no-untyped-call]
-        return sampled
+        return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
     def _capture(self, session: _Session, command: Capture) -> Generator[Event, None, None]:
         """One PartsCaptured for each stretch of :data:`CAPTURE_STEP_TOKENS`; at least one, perhaps without parts."""
@@ -374,6 +382,11 @@ class MlxEngine:
 
     def _elapsed_ms(self, started: float) -> float:
         return (self._clock() - started) * 1000.0
+
+
+def _start(step: mx.array) -> None:
+    """Let a built step be computed; starting it twice does nothing."""
+    mx.async_eval(step)  # type: ignore[no-untyped-call]
 
 
 def _narrowest_window(caches: Sequence[Any]) -> int:

@@ -105,8 +105,11 @@ def engine_from_model(
     tenant: str = "default",
     eos_token_ids: tuple[int, ...] = (),
     assertions: Mapping[str, str | int] | None = None,
+    launch_ahead: bool | None = None,
 ) -> MlxEngine:
     """An engine for an mlx-lm model that was built in memory; its revision is a digest of its parameters.
+
+    ``launch_ahead``: see :class:`MlxEngine`.
 
     Raises:
         ModelError, ConfigError: as :func:`load_engine`.
@@ -127,6 +130,7 @@ def engine_from_model(
         policy=policy,
         tenant=tenant,
         assertions=assertions or {},
+        launch_ahead=launch_ahead,
     )
 
 
@@ -217,6 +221,7 @@ def _assemble(
     policy: CachePolicy | None,
     tenant: str,
     assertions: Mapping[str, str | int],
+    launch_ahead: bool | None = None,
 ) -> MlxEngine:
     from mlx.utils import tree_flatten
 
@@ -250,7 +255,7 @@ def _assemble(
         vocabulary_size=vocabulary,
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
     )
-    return MlxEngine(model, layout, facts, segment_tokens=segment_tokens)
+    return MlxEngine(model, layout, facts, segment_tokens=segment_tokens, launch_ahead=launch_ahead)
 
 
 def _warm_up(model: Any, layout: CacheLayout) -> int:

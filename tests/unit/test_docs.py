@@ -1,0 +1,194 @@
+"""The documentation says what the code does: every counter, status figure, option, message and exit code is in it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from daemons import command
+from kakeya_zmq.options import OPTIONS, Option
+from kakeya_zmq.store import StoreStats
+from kakeya_zmq.telemetry import PREFILL_COUNTERS, PREFILL_VALUES
+from wire import limits
+from wire.chunks import HEADER_BYTES as CHUNK_HEADER_BYTES
+from wire.frames import HEADER_BYTES as CONTROL_HEADER_BYTES
+from wire.keys import Purpose
+from wire.messages import Envelope, ProgressBody, ReplyBody, RequestBody, UpdateBody
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+MADE_ELSEWHERE = {"cache_published_parts"}
+"""Counters whose name reaches ``Count`` through a variable; the test of literals can't see them."""
+
+
+def text_of(name: str) -> str:
+    return (DOCS / name).read_text("utf-8")
+
+
+def table_names(text: str, heading: str) -> set[str]:
+    """Names in code style in the first column of the tables under one heading."""
+    section = re.split(r"^#+ ", text, flags=re.MULTILINE)
+    (body,) = [part for part in section if part.partition("\n")[0].strip() == heading]
+    return {name for row in re.findall(r"^\| (.+?) \|", body, flags=re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)}
+
+
+def product_trees() -> Iterator[ast.Module]:
+    for room in ("wire", "kakeya_zmq", "daemons"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            yield ast.parse(path.read_text("utf-8"))
+
+
+def counted_names() -> set[str]:
+    """First arguments of ``Count(...)`` and ``counters.add(...)`` all over the product."""
+    names = set()
+    for tree in product_trees():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            called = ast.unparse(node.func)
+            if called in {"Count", "fx.Count"} or called.endswith("counters.add"):
+                names |= {
+                    constant.value
+                    for constant in ast.walk(node.args[0])
+                    if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
+                }
+    return names
+
+
+def section_figures() -> dict[str, set[str]]:
+    """Names of the status sections that are written as dictionaries in the daemons."""
+    found: dict[str, set[str]] = {}
+    for tree in product_trees():
+        for node in ast.walk(tree):
+            match node:
+                case ast.Return(value=ast.Tuple(elts=[ast.Constant(value=str() as name), ast.Dict(keys=keys)])):
+                    found[name] = {key.value for key in keys if isinstance(key, ast.Constant)}
+                case ast.Dict(keys=keys, values=values):
+                    for key, value in zip(keys, values, strict=True):
+                        if isinstance(key, ast.Constant) and key.value == "node" and isinstance(value, ast.Dict):
+                            found["node"] = {k.value for k in value.keys if isinstance(k, ast.Constant)}
+    return found
+
+
+# --- telemetry -------------------------------------------------------------------------------------------------------
+
+
+def test_every_counter_is_documented_and_exists() -> None:
+    documented = table_names(text_of("telemetry.md"), "Section `prefill`: counters")
+    existing = counted_names() | set(PREFILL_COUNTERS) | MADE_ELSEWHERE
+    assert documented == existing, f"undocumented {existing - documented}, gone {documented - existing}"
+
+
+def test_the_counters_made_elsewhere_are_in_the_code() -> None:
+    strings = {n.value for tree in product_trees() for n in ast.walk(tree) if isinstance(n, ast.Constant)}
+    assert strings >= MADE_ELSEWHERE
+    assert not MADE_ELSEWHERE & counted_names()
+
+
+def test_every_prefill_value_is_documented() -> None:
+    assert table_names(text_of("telemetry.md"), "Section `prefill`: values") == set(PREFILL_VALUES)
+
+
+def test_every_figure_of_a_status_section_is_documented() -> None:
+    figures = section_figures()
+    assert figures.keys() >= {"node", "primary", "worker"}
+    figures["cache"] = set(StoreStats.__dataclass_fields__)
+    for name, names in figures.items():
+        documented = table_names(text_of("telemetry.md"), f"Section `{name}`")
+        if name == "node":  # the dispatcher adds its own
+            names |= {"open_requests", "open_asks", "open_lanes", "open_commands"}
+        assert documented == names, f"{name}: undocumented {names - documented}, gone {documented - names}"
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+def documented_default(option: Option) -> str:
+    return "–" if option.default in ("", ()) else f"`{option.default}`"
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_every_option_is_documented_with_its_default_and_meaning(option: Option) -> None:
+    rows = [line for line in text_of("configuration.md").splitlines() if line.startswith(f"| `{option.flag}` |")]
+    assert len(rows) == 1
+    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    roles = "all" if len(option.roles) == 3 else ", ".join(option.roles)
+    assert cells[1:3] == [documented_default(option), roles]
+    assert cells[3].startswith(option.help)
+    assert all(f"`{choice}`" in cells[3] for choice in option.choices)
+
+
+def test_no_option_is_documented_that_does_not_exist() -> None:
+    flags = set(re.findall(r"^\| `(--[a-z-]+)` \|", text_of("configuration.md"), flags=re.MULTILINE))
+    assert flags == {option.flag for option in OPTIONS}
+
+
+def test_every_exit_code_is_documented() -> None:
+    codes = {value for name, value in vars(command).items() if name.startswith("EXIT_")}
+    documented = set(re.findall(r"^\| `(\d+)` \|", text_of("configuration.md"), flags=re.MULTILINE))
+    assert {int(code) for code in documented} == codes
+
+
+# --- protocol --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("union", [Envelope, RequestBody, ReplyBody, ProgressBody, UpdateBody])
+def test_every_message_is_documented_with_its_tag(union: object) -> None:
+    found = re.findall(r"^\| (\d+) \| `(\w+)` \|", text_of("protocol.md"), flags=re.MULTILINE)
+    rows = {(int(tag), name) for tag, name in found}
+    kinds = {(kind.__struct_config__.tag, kind.__name__) for kind in get_args(union)}
+    assert kinds
+    assert kinds <= rows
+
+
+def test_no_message_is_documented_that_does_not_exist() -> None:
+    unions = (Envelope, RequestBody, ReplyBody, ProgressBody, UpdateBody)
+    existing = {kind.__name__ for union in unions for kind in get_args(union)}
+    assert set(re.findall(r"^\| \d+ \| `(\w+)` \|", text_of("protocol.md"), flags=re.MULTILINE)) == existing
+
+
+def test_header_sizes_and_key_purposes_are_those_of_the_code() -> None:
+    text = text_of("protocol.md")
+    assert f"{CONTROL_HEADER_BYTES} bytes" in text
+    assert f"{CHUNK_HEADER_BYTES} bytes" in text
+    assert all(f"`{purpose.value}`" in text for purpose in Purpose)
+    assert f"protocol version is {limits.PROTOCOL_VERSION}" in text
+
+
+# --- README and links ------------------------------------------------------------------------------------------------
+
+
+def markdown_files() -> list[Path]:
+    return [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_relative_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", path.read_text("utf-8")):
+        if not re.match(r"[a-z]+:", target):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_kakeya_command_in_a_code_block_can_be_parsed(path: Path) -> None:
+    parser = command.build_parser()
+    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", path.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shell_words(line)
+            if words[:1] in (["kakeya"], [".venv/bin/kakeya"]):
+                parser.parse_args(words[1:])  # raises ConfigError for an unknown flag or command
+
+
+def shell_words(line: str) -> list[str]:
+    return shlex.split(line, comments=True)
+
+
+def test_every_decision_is_listed() -> None:
+    index = text_of("architecture.md")
+    assert all(f"decisions/{path.name}" in index for path in (DOCS / "decisions").glob("*.md"))
