@@ -103,7 +103,12 @@ class Dispatcher:
 
     def feed(self, machine: Machine, event: object) -> None:
         """Give a machine an event and carry out what it answers."""
-        self.apply(machine, machine.on(event, self._reactor.clock()))
+        effects = machine.on(event, self._reactor.clock())
+        if _log.isEnabledFor(logging.DEBUG):
+            # Names only: events and effects hold prompts, keys and hashes.
+            names = ", ".join(type(effect).__name__ for effect in effects)
+            _log.debug("%s took %s: %s", type(machine).__name__, type(event).__name__, names)
+        self.apply(machine, effects)
 
     def request(self, incoming: IncomingRequest) -> bool:
         """Route a peer's request; False when no machine handles its body."""

@@ -68,6 +68,36 @@ class ImportPrefix:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginImport:
+    """Start to build the state after ``position`` tokens beside the session's KV, which stays as it is until FinishImport.
+
+    AddParts then brings the parts as they arrive. An import that is begun anew, or followed by any other command than
+    AddParts and FinishImport, is forgotten. Answered by ImportAdvanced.
+    """
+
+    session_id: str
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class AddParts:
+    """Copy parts into the import that was begun; any order, each part once. Answered by ImportAdvanced."""
+
+    session_id: str
+    parts: tuple[RawPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishImport:
+    """Replace the session's KV by what was imported. Answered by PrefixImported; fails when parts are missing.
+
+    A failure in any of the three commands leaves the session's KV as it was before BeginImport.
+    """
+
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Prefill:
     """Run ``tokens`` through the model from the session's position on, in segments on the absolute grid.
 
@@ -108,7 +138,9 @@ class CloseSession:
     session_id: str
 
 
-Command: TypeAlias = OpenSession | ImportPrefix | Prefill | Decode | Capture | CloseSession
+Command: TypeAlias = (
+    OpenSession | ImportPrefix | BeginImport | AddParts | FinishImport | Prefill | Decode | Capture | CloseSession
+)
 
 
 # --- events ----------------------------------------------------------------------------------------------------
@@ -119,6 +151,14 @@ class SessionReady:
     """OpenSession and CloseSession are done."""
 
     session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ImportAdvanced:
+    """BeginImport or AddParts is done; ``elapsed_ms`` of this step."""
+
+    session_id: str
+    elapsed_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +209,14 @@ class CommandFailed:
 
 
 Event: TypeAlias = (
-    SessionReady | PrefixImported | SegmentComputed | TokenDecoded | DecodeFinished | PartsCaptured | CommandFailed
+    SessionReady
+    | ImportAdvanced
+    | PrefixImported
+    | SegmentComputed
+    | TokenDecoded
+    | DecodeFinished
+    | PartsCaptured
+    | CommandFailed
 )
 
 

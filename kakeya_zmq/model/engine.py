@@ -32,6 +32,8 @@ import numpy as np
 
 from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.engine import (
+    AddParts,
+    BeginImport,
     Capture,
     CloseSession,
     Command,
@@ -39,6 +41,8 @@ from kakeya_zmq.engine import (
     Decode,
     DecodeFinished,
     Event,
+    FinishImport,
+    ImportAdvanced,
     ImportPrefix,
     ModelFacts,
     OpenSession,
@@ -53,6 +57,7 @@ from kakeya_zmq.engine import (
 from kakeya_zmq.model import undo
 from kakeya_zmq.model.adapters import ROWS_ADAPTERS, leaves
 from kakeya_zmq.model.layout import CacheLayout
+from kakeya_zmq.model.rebuild import Rebuild
 from kakeya_zmq.model.sampling import TokenSampler, check_sampling
 from wire.errors import ConfigError, InvalidInput, KakeyaError
 from wire.limits import TEXT_CHARACTERS_MAX
@@ -76,6 +81,8 @@ class _Session:
     busy: bool = False
     destroyed_rows: set[int] = field(default_factory=set)
     """Positions whose window rows a taken-back step has overwritten, though the caches count them as held."""
+    rebuild: Rebuild | None = None
+    """The import that was begun and not finished."""
     leaving_windows: dict[int, RawPart] = field(default_factory=dict)
     """By start: window parts exported while decoding, because their first rows were about to be overwritten."""
 
@@ -189,10 +196,12 @@ class MlxEngine:
         finally:
             session.busy = False
 
-    def _run_on(
-        self, session: _Session, command: ImportPrefix | Prefill | Decode | Capture | CloseSession
-    ) -> Generator[Event, None, None]:
+    def _run_on(self, session: _Session, command: Command) -> Generator[Event, None, None]:
+        if not isinstance(command, AddParts | FinishImport):
+            session.rebuild = None
         match command:
+            case BeginImport() | AddParts() | FinishImport():
+                yield from self._import_step(session, command)
             case ImportPrefix():
                 yield from self._import(session, command)
             case Prefill():
@@ -201,6 +210,8 @@ class MlxEngine:
                 yield from self._decode(session, command)
             case Capture():
                 yield from self._capture(session, command)
+            case OpenSession():
+                raise AssertionError("handled by the caller")
             case CloseSession():
                 del self._sessions[session.session_id]
                 session.caches = []
@@ -212,10 +223,7 @@ class MlxEngine:
     def _import(self, session: _Session, command: ImportPrefix) -> Generator[Event, None, None]:
         started = self._clock()
         self._empty(session)
-        if not 0 <= command.position <= self._facts.max_context_tokens:
-            raise InvalidInput(
-                f"position {command.position} is outside the context of {self._facts.max_context_tokens} tokens"
-            )
+        self._check_position(command.position)
         if command.position > 0:
             try:
                 caches = self._layout.rebuild(command.parts, command.position)
@@ -227,6 +235,41 @@ class MlxEngine:
             session.caches = caches
             session.position = command.position
         yield PrefixImported(session.session_id, session.position, self._elapsed_ms(started))
+
+    def _import_step(
+        self, session: _Session, command: BeginImport | AddParts | FinishImport
+    ) -> Generator[Event, None, None]:
+        started = self._clock()
+        try:
+            if isinstance(command, BeginImport):
+                self._check_position(command.position)
+                session.rebuild = self._layout.begin_rebuild(command.position)
+            elif session.rebuild is None:
+                raise InvalidInput("no import was begun")
+            elif isinstance(command, AddParts):
+                session.rebuild.add(command.parts)
+            else:
+                self._finish_import(session, session.rebuild)
+                yield PrefixImported(session.session_id, session.position, self._elapsed_ms(started))
+                return
+        except (KakeyaError, *MODEL_FAILURES) as error:
+            # Parts come from other machines: whatever is wrong with them is a miss, and the session stays as it was.
+            session.rebuild = None
+            yield CommandFailed(session.session_id, f"the import failed: {_one_line(error)}", session.position)
+            return
+        yield ImportAdvanced(session.session_id, self._elapsed_ms(started))
+
+    def _finish_import(self, session: _Session, rebuild: Rebuild) -> None:
+        session.rebuild = None
+        caches = rebuild.finish()
+        mx.eval([cache.state for cache in caches])
+        self._empty(session)
+        session.caches = caches
+        session.position = rebuild.position
+
+    def _check_position(self, position: int) -> None:
+        if not 0 <= position <= self._facts.max_context_tokens:
+            raise InvalidInput(f"position {position} is outside the context of {self._facts.max_context_tokens} tokens")
 
     def _prefill(self, session: _Session, command: Prefill) -> Generator[Event, None, None]:
         tokens = self._checked_tokens(command.tokens)
@@ -366,6 +409,7 @@ class MlxEngine:
     def _empty(self, session: _Session) -> None:
         session.caches = self._layout.new_caches()
         session.position = 0
+        session.rebuild = None
         session.destroyed_rows = set()
         session.leaving_windows = {}
 

@@ -22,10 +22,11 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt
 
 from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.model import state
-from kakeya_zmq.model.adapters import ROWS_ADAPTERS, RowsAdapter, RowShape, Span, is_state, leaves, unsupported
-from kakeya_zmq.model.arrays import NUMPY_CODES, blank, finish, numpy_view
+from kakeya_zmq.model.adapters import ROWS_ADAPTERS, RowsAdapter, Span, is_state, leaves, unsupported
+from kakeya_zmq.model.arrays import numpy_view
+from kakeya_zmq.model.rebuild import Rebuild, payload_rows
 from kakeya_zmq.model.sink_window import SinkWindowCache
-from wire.errors import DataLossError, InvalidInput, LocalProtocolError, ModelError
+from wire.errors import InvalidInput, LocalProtocolError, ModelError
 from wire.messages import PartKind, Requirement
 
 PROBE_LENGTHS: Final = (1, 2, 5)
@@ -142,7 +143,7 @@ class CacheLayout:
         """
         if not self.tracks_position:
             raise ModelError("this model's caches do not know their position")
-        offsets = {int(cache.offset) for adapter, cache in self._rows(caches) if adapter.used}
+        offsets = {int(cache.offset) for adapter, cache in self.rows(caches) if adapter.used}
         if len(offsets) != 1:
             raise LocalProtocolError(f"the model's caches stand at {len(offsets)} different positions")
         return offsets.pop()
@@ -172,7 +173,7 @@ class CacheLayout:
         """
         if start < 0 or token_count < 1:
             raise InvalidInput(f"cannot export {token_count} tokens from {start} on")
-        rows = self._rows(caches)
+        rows = self.rows(caches)
         states = self._states(caches)
         end = start + token_count
         mx.eval([array for _, cache in rows if cache.keys is not None for array in (cache.keys, cache.values)])
@@ -203,27 +204,19 @@ class CacheLayout:
             InvalidInput: parts are missing, overlap, or reach beyond ``position``.
             DataLossError: a payload has another size or form than its tokens need.
         """
-        caches = self.new_caches()
         if position == 0 and not parts:
-            return caches
-        if position < 1:
-            raise InvalidInput(f"cannot rebuild a cache at position {position}")
-        by_kind = {kind: self._checked(parts, kind, position) for kind in PartKind}
-        before = {PartKind.FULL: 0, PartKind.WINDOW: 0}
-        plans: list[_Plan] = []
-        for adapter, cache in self._rows(caches):
-            if adapter.keys is None or adapter.values is None:
-                continue
-            plans.append(_Plan(adapter, cache, adapter.keys, adapter.values, before[adapter.kind], position))
-            before[adapter.kind] += adapter.token_bytes
-        mx.eval([array for plan in plans for array in plan.arrays])
-        for plan in plans:
-            plan.fill(by_kind[plan.adapter.kind])
-        self._restore_states(caches, by_kind[PartKind.STATE], position)
-        for plan in plans:
-            plan.restore()
-        mx.eval([array for plan in plans for array in (plan.cache.keys, plan.cache.values)])
-        return caches
+            return self.new_caches()
+        rebuild = self.begin_rebuild(position)
+        rebuild.add(parts)
+        return rebuild.finish()
+
+    def begin_rebuild(self, position: int) -> Rebuild:
+        """Like :meth:`rebuild`, but the parts may come one after the other.
+
+        Raises:
+            InvalidInput: ``position`` is below 1.
+        """
+        return Rebuild(self, position)
 
     # --- learning the model -------------------------------------------------------------------------------------
 
@@ -242,7 +235,7 @@ class CacheLayout:
         for length in lengths:
             caches = self.new_caches()
             self._model(mx.zeros((1, length), mx.int32), cache=caches)
-            for adapter, cache in self._rows(caches):
+            for adapter, cache in self.rows(caches):
                 adapter.learn(cache)
             shapes = [state.shapes_of(cache) for cache in self._states(caches)]
             self._state_bytes = sum(s.data_bytes for layer in shapes for s in layer if s is not None)
@@ -283,9 +276,26 @@ class CacheLayout:
             raise LocalProtocolError("these caches were not made by this layout")
         return members
 
-    def _rows(self, caches: Sequence[Any]) -> list[tuple[RowsAdapter, Any]]:
+    def rows(self, caches: Sequence[Any]) -> list[tuple[RowsAdapter, Any]]:
+        """Each cache that keeps rows, with its adapter."""
         pairs = zip(self._adapters, self._members(caches), strict=True)
         return [(adapter, cache) for adapter, cache in pairs if adapter is not None]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the model has recurrent or convolution state."""
+        return bool(self._state_shapes)
+
+    def restore_states(self, caches: Sequence[Any], part: RawPart) -> None:
+        """Fill the state caches from a STATE part.
+
+        Raises:
+            DataLossError: the payload has another form than the model's state.
+        """
+        layers = state.unpack(part.payload, self._state_shapes)
+        mx.eval([array for layer in layers for array in layer if array is not None])
+        for cache, arrays in zip(self._states(caches), layers, strict=True):
+            cache.cache = arrays
 
     def _states(self, caches: Sequence[Any]) -> list[Any]:
         return [cache for cache in self._members(caches) if is_state(cache)]
@@ -304,94 +314,10 @@ class CacheLayout:
             for shape, array in ((adapter.keys, cache.keys), (adapter.values, cache.values)):
                 assert shape is not None
                 length = shape.row_bytes * (end - start)
-                rows = _payload_rows(payload[at : at + length], shape, end - start)
+                rows = payload_rows(payload[at : at + length], shape, end - start)
                 _copy_out(numpy_view(array)[0], cache_spans or [], rows)
                 at += length
         return payload.data.toreadonly()
-
-    def _checked(self, parts: Sequence[RawPart], kind: PartKind, position: int) -> list[RawPart]:
-        """The parts of one kind by start, with sizes, order and reach checked."""
-        chosen = sorted((part for part in parts if part.kind is kind), key=lambda part: part.start)
-        token_bytes = 0 if kind is PartKind.STATE else self._token_bytes(kind)
-        reached = 0
-        for part in chosen:
-            if part.start < reached or part.token_count < 1 or part.start + part.token_count > position:
-                raise InvalidInput(f"a {kind.name} part at {part.start} overlaps another or reaches beyond {position}")
-            reached = part.start + part.token_count
-            if kind is not PartKind.STATE and part.payload.nbytes != token_bytes * part.token_count:
-                raise DataLossError(
-                    f"a {kind.name} part of {part.token_count} tokens has {part.payload.nbytes} bytes, "
-                    f"not {token_bytes * part.token_count}"
-                )
-        return chosen
-
-    def _restore_states(self, caches: Sequence[Any], parts: Sequence[RawPart], position: int) -> None:
-        if not self._state_shapes:
-            return
-        found = [part for part in parts if part.start + part.token_count == position]
-        if not found:
-            raise InvalidInput(f"the state checkpoint at {position} is missing")
-        layers = state.unpack(found[0].payload, self._state_shapes)
-        mx.eval([array for layer in layers for array in layer if array is not None])
-        for cache, arrays in zip(self._states(caches), layers, strict=True):
-            cache.cache = arrays
-
-
-class _Plan:
-    """One cache being rebuilt: its arrays, allocated by MLX and filled in place, so that rows are copied once."""
-
-    def __init__(
-        self, adapter: RowsAdapter, cache: Any, keys: RowShape, values: RowShape, token_offset: int, position: int
-    ) -> None:
-        self.adapter = adapter
-        self.cache = cache
-        self._shapes = (keys, values)
-        self._token_offset = token_offset
-        """Bytes of the group's earlier caches, for each token of a part."""
-        self._position = position
-        rows = adapter.allocated_rows(position)
-        self.arrays = [blank((1, shape.heads, rows, shape.dim), shape.dtype) for shape in self._shapes]
-
-    def fill(self, parts: Sequence[RawPart]) -> None:
-        """Copy the canonical rows out of the parts into the (evaluated) arrays.
-
-        Raises:
-            InvalidInput: a row is in none of the parts.
-        """
-        keys, values = (numpy_view(array)[0] for array in self.arrays)
-        row = 0
-        for start, end in self.adapter.canonical(self._position):
-            for part in parts:
-                first, last = max(start, part.start), min(end, part.start + part.token_count)
-                if first >= last:
-                    continue
-                if first != start:
-                    break
-                self._copy_in(part, (first - part.start, last - part.start), (keys, values), row)
-                row += last - first
-                start = last
-            if start < end:
-                raise InvalidInput(f"the {self.adapter.kind.name} part that starts at or covers {start} is missing")
-
-    def _copy_in(self, part: RawPart, wanted: Span, targets: tuple[npt.NDArray[Any], npt.NDArray[Any]], row: int) -> None:
-        at = self._token_offset * part.token_count
-        begin, end = wanted
-        for shape, target in zip(self._shapes, targets, strict=True):
-            length = shape.row_bytes * part.token_count
-            source = np.frombuffer(part.payload[at : at + length], np.uint8)
-            rows = _payload_rows(source, shape, part.token_count)
-            target[:, row : row + end - begin] = rows[:, begin:end]
-            at += length
-
-    def restore(self) -> None:
-        keys, values = (finish(array, shape.dtype) for array, shape in zip(self.arrays, self._shapes, strict=True))
-        self.arrays = []  # so that the cache alone owns the memory and MLX can update it in place
-        self.adapter.restore(self.cache, keys, values, self._position)
-
-
-def _payload_rows(payload: npt.NDArray[np.uint8], shape: RowShape, tokens: int) -> npt.NDArray[Any]:
-    """A payload's stretch as (heads, tokens, dim), no copy."""
-    return payload.view(NUMPY_CODES[shape.dtype]).reshape(shape.heads, tokens, shape.dim)
 
 
 def _copy_out(source: npt.NDArray[Any], spans: Sequence[Span], target: npt.NDArray[Any]) -> None:
