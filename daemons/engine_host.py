@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from daemons.dispatch import Dispatcher
+from kakeya_zmq.calibration import measure_prefill
 from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.demo.prepare import demo_model_folder
 from kakeya_zmq.engine import Engine, ModelFacts
@@ -55,10 +56,14 @@ def make_runner(
     settings: Settings,
     dispatcher: Dispatcher,
     *,
-    on_ready: Callable[[ModelFacts], None],
+    on_ready: Callable[[ModelFacts, float], None],
     on_failed: Callable[[Exception], None],
 ) -> EngineRunner:
     """Build the runner (not started): its thread loads the model and owns it.
+
+    Args:
+        on_ready: given the model's facts and the measured tokens per second of prefill.
+        on_failed: given what kept the model from loading.
 
     Raises:
         ModelError: no model is configured or prepared.
@@ -66,6 +71,7 @@ def make_runner(
     """
     folder = model_folder(settings)
     assertions = parse_assertions(settings.assert_compatibility)
+    measured: list[float] = []
 
     def build() -> Engine:
         # Imported on the engine's thread: MLX takes seconds to import, and must be used on the thread that loads it.
@@ -79,7 +85,7 @@ def make_runner(
         from kakeya_zmq.model.loader import load_engine
 
         bounded = settings.kv_policy == "sink-window"
-        return load_engine(
+        engine = load_engine(
             folder,
             model_id=settings.model_id or None,
             block_tokens=settings.cache_block_tokens,
@@ -91,11 +97,14 @@ def make_runner(
             on_progress=lambda text: _log.info("%s", text),
             assertions=assertions,
         )
+        measured.append(measure_prefill(engine))
+        _log.info("prefill on this machine: %.0f tokens/s", measured[0])
+        return engine
 
     def deliver(event: RunnerEvent) -> None:
         match event:
             case EngineReady(facts=facts):
-                on_ready(facts)
+                on_ready(facts, measured[0])
             case EngineFailed(message=message, error=error):
                 on_failed(error if isinstance(error, ConfigError) else ModelError(message))
             case _:

@@ -78,10 +78,12 @@ class Primary:
 
     # --- wiring ------------------------------------------------------------------------------------------------------
 
-    def _engine_ready(self, facts: ModelFacts) -> None:
+    def _engine_ready(self, facts: ModelFacts, tokens_per_second: float) -> None:
         node = self.node
         self._facts = facts
         node.facts = facts
+        if tokens_per_second > 0:
+            self._rates.local.measured = tokens_per_second
         self._publisher = Publisher(
             PublishSettings(replication_factor=self._settings.cache_replication_factor), node.ids, node.counters.set
         )
@@ -188,6 +190,7 @@ class Primary:
             remote_minimum_tokens=settings.remote_prefill_min_tokens,
             max_import_bytes=int(settings.cache_max_import_gb * GIB),
             minimum_savings_ratio=settings.prefill_min_savings_ratio,
+            compute_penalty_ms=settings.primary_prefill_penalty_ms,
         )
 
     def _live_cards(self, options: CreateSession, now: float) -> list[Card]:

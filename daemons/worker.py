@@ -55,7 +55,7 @@ class Worker:
         self.node.close(reason)
         self._runner.stop(DRAIN_SECONDS)
 
-    def _engine_ready(self, facts: ModelFacts) -> None:
+    def _engine_ready(self, facts: ModelFacts, tokens_per_second: float) -> None:
         node = self.node
         self._facts = facts
         node.facts = facts
@@ -71,6 +71,7 @@ class Worker:
                 default_tokens_per_second=self._settings.worker_prefill_tps,
             ),
         )
+        self._work.tokens_per_second = tokens_per_second
         node.worker_offering = self._offering
         node.dispatcher.add(self._work, handles=self._work.handles)
         node.sections.append(self._section)

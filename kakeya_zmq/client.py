@@ -2,7 +2,7 @@
 
     >>> from pathlib import Path
     >>> from kakeya_zmq.client import Client
-    >>> with Client("127.0.0.1:7700", psk_file=Path("~/.kakeya/psk").expanduser()) as client:   # doctest: +SKIP
+    >>> with Client("127.0.0.1:51051", psk_file=Path.home() / ".kakeya/fleet.psk") as client:   # doctest: +SKIP
     ...     with client.create_session(label="example") as session:
     ...         appended = session.append([2, 651, 5778, 576])
     ...         for token in session.generate(max_tokens=32):

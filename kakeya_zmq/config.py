@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import socket
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kakeya_zmq.options import ALL_ROLES, DEFAULT_PORTS, OPTIONS, Option, parse_value
+from kakeya_zmq.options import ALL_ROLES, DEFAULT_PORTS, OPTIONS, Option, options_for, parse_value
 from wire.errors import ConfigError
-from wire.limits import GIB
+from wire.limits import GIB, NAME_CHARACTERS_MAX
+
+NODE_NAME_CHARACTERS_MAX = 100
+"""Node and tenant ids are folder names, too."""
 
 
 def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
@@ -52,6 +55,7 @@ class Settings:
     prefill_policy: str
     remote_prefill_min_tokens: int
     prefill_min_savings_ratio: float
+    primary_prefill_penalty_ms: float
     cache_lookup_timeout_s: float
     cache_fetch_timeout_s: float
     prefill_worker_timeout_s: float
@@ -115,19 +119,39 @@ def resolve_settings(
     values["tenant_key_file"] = values["tenant_key_file"] or str(beside / "tenants" / f"{values['tenant_id']}.key")
     values["bind"] = values["bind"] or f"127.0.0.1:{DEFAULT_PORTS[role]}"
     if not values["node_id"]:
-        values["node_id"] = f"{role}-{(host_name or socket.gethostname)().split('.')[0]}"
+        values["node_id"] = _default_node_id(role, (host_name or socket.gethostname)())
     _check_names(values)
+    _check_together(values)
     assert {f.name for f in fields(Settings)} == set(values)
     return ResolvedSettings(Settings(**values), origins)
+
+
+def _default_node_id(role: str, host_name: str) -> str:
+    """The role and the host's first name; hosts have names with characters that no node id may have."""
+    first = "".join(c if _is_name_character(c) else "-" for c in host_name.split(".")[0])
+    return f"{role}-{first}"[:NODE_NAME_CHARACTERS_MAX]
+
+
+def _is_name_character(character: str) -> bool:
+    return character.isascii() and (character.isalnum() or character in "-_.")
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
     for name in ("node_id", "tenant_id"):
         text = str(values[name])
-        if not text or len(text) > 100 or not all(c.isalnum() or c in "-_." for c in text) or text.startswith("."):
-            raise ConfigError(
-                f"{name} {text!r} is not usable", remedy="use letters, digits, '-', '_' and '.', at most 100 characters"
-            )
+        usable = 0 < len(text) <= NODE_NAME_CHARACTERS_MAX and all(map(_is_name_character, text))
+        if not usable or text.startswith("."):
+            remedy = f"use letters, digits, '-', '_' and '.', at most {NODE_NAME_CHARACTERS_MAX} characters"
+            raise ConfigError(f"{name} {text!r} is not usable", remedy=remedy)
+    if len(values["model_id"]) > NAME_CHARACTERS_MAX:
+        raise ConfigError("model_id is too long", remedy=f"at most {NAME_CHARACTERS_MAX} characters")
+
+
+def _check_together(values: Mapping[str, Any]) -> None:
+    interval_s, ttl_s = values["gossip_interval_s"], values["ttl_seconds"]
+    if ttl_s <= interval_s:
+        text = f"ttl_seconds {ttl_s:g} is not longer than gossip_interval_s {interval_s:g}: nodes would come and go"
+        raise ConfigError(text, remedy="a few intervals, for example ten")
 
 
 def _pick(
@@ -153,22 +177,23 @@ def _read_file(path: Path, role: str) -> dict[str, Any]:
         raise ConfigError(f"the configuration file cannot be read: {error.strerror}", remedy="check --config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
-    known = {option.name for option in OPTIONS}
-    merged: dict[str, Any] = {}
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}
     plain = {name: value for name, value in document.items() if not isinstance(value, dict)}
-    for name in tables:
+    _check_keys(plain, {option.name for option in OPTIONS})
+    for name, table in tables.items():
         if name not in ALL_ROLES:
-            raise _unknown_key(name, ALL_ROLES)
-    for source in (plain, tables.get(role, {})):
-        for name, value in source.items():
-            if name not in known:
-                raise _unknown_key(name, known)
-            merged[name] = value
-    return merged
+            raise _unknown_key(name, [*ALL_ROLES, *(option.name for option in OPTIONS)])
+        _check_keys(table, {option.name for option in options_for(name)}, f"table [{name}] of the configuration file")
+    return {**plain, **tables.get(role, {})}
 
 
-def _unknown_key(name: str, known: Iterable[str]) -> ConfigError:
+def _check_keys(given: Iterable[str], known: Collection[str], where: str = "configuration file") -> None:
+    for name in given:
+        if name not in known:
+            raise _unknown_key(name, known, where)
+
+
+def _unknown_key(name: str, known: Collection[str], where: str = "configuration file") -> ConfigError:
     close = get_close_matches(name, list(known), n=1)
     remedy = f"did you mean {close[0]!r}?" if close else "see `kakeya --help` for the settings"
-    return ConfigError(f"unknown setting {name!r} in the configuration file", remedy=remedy)
+    return ConfigError(f"unknown setting {name!r} in the {where}", remedy=remedy)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wire.cards import CARD_TTL_MS_MAX
 from wire.errors import ConfigError
-from wire.limits import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
+from wire.limits import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, PROMPT_TOKENS_MAX
 
 ALL_ROLES = ("primary", "worker", "cache")
 DEFAULT_PORTS: Mapping[str, int] = {"primary": 51051, "cache": 52051, "worker": 53051}
@@ -125,7 +126,14 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("priority", "integer", 50, "preference of that address; higher wins", minimum=0, maximum=1000),
     Option("gossip_interval_s", "number", 10.0, "seconds between announcements of this node", minimum=0.05, maximum=3600),
-    Option("ttl_seconds", "number", 120.0, "seconds after which a silent node is forgotten", minimum=0.2, maximum=86_400),
+    Option(
+        "ttl_seconds",
+        "number",
+        120.0,
+        "seconds after which a silent node is forgotten",
+        minimum=0.2,
+        maximum=CARD_TTL_MS_MAX / 1000,
+    ),
     Option(
         "cache_replication_factor",
         "integer",
@@ -160,6 +168,15 @@ OPTIONS: tuple[Option, ...] = (
         ("primary",),
         minimum=0,
         maximum=0.99,
+    ),
+    Option(
+        "primary_prefill_penalty_ms",
+        "number",
+        5000.0,
+        "what keeping decode waiting costs, added to the time of prefill here; 0 compares plain times",
+        ("primary",),
+        minimum=0,
+        maximum=1e9,
     ),
     Option(
         "cache_lookup_timeout_s",
@@ -236,7 +253,13 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("max_jobs", "integer", 128, "prefill jobs queued or running", ("worker",), minimum=1, maximum=100_000),
     Option(
-        "max_prompt_tokens", "integer", 131_072, "longest prompt a job may have", ("worker",), minimum=2, maximum=131_072
+        "max_prompt_tokens",
+        "integer",
+        PROMPT_TOKENS_MAX,
+        "longest prompt a job may have",
+        ("worker",),
+        minimum=2,
+        maximum=PROMPT_TOKENS_MAX,
     ),
     Option(
         "blas_threads",
@@ -271,10 +294,10 @@ def parse_value(option: Option, value: Any, source: str) -> Any:
     """
     match option.kind:
         case "text" | "path":
-            text = str(value)
+            text = _as_text(value, source)
             return str(Path(text).expanduser()) if option.kind == "path" and text else text
         case "list":
-            return tuple(str(item).strip() for item in _items(value) if str(item).strip())
+            return tuple(text for item in _items(value, source) if (text := _as_text(item, source).strip()))
         case "switch":
             return _parse_switch(value, source)
         case "choice":
@@ -285,8 +308,19 @@ def parse_value(option: Option, value: Any, source: str) -> Any:
             return _parse_number(option, value, source)
 
 
-def _items(value: Any) -> Iterable[Any]:
-    return value.split(",") if isinstance(value, str) else value
+def _as_text(value: Any, source: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f"{source} is {value!r}", remedy="a text in quotes")
+    return value
+
+
+def _items(value: Any, source: str) -> Iterable[Any]:
+    """A list may be one text with commas, or (in a file, or from a repeated flag) several texts, each with commas."""
+    if isinstance(value, str):
+        return value.split(",")
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{source} is {value!r}", remedy="a list of texts, or one text with commas")
+    return [part for item in value for part in _as_text(item, source).split(",")]
 
 
 def _parse_switch(value: Any, source: str) -> bool:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from kakeya_zmq.blocks import RawPart
+from kakeya_zmq.codecs.geometry import RowGeometry
 from kakeya_zmq.model import state
 from kakeya_zmq.model.adapters import ROWS_ADAPTERS, RowsAdapter, Span, is_state, leaves, unsupported
 from kakeya_zmq.model.arrays import numpy_view
@@ -127,6 +128,22 @@ class CacheLayout:
             self._token_bytes(PartKind.WINDOW),
             self._state_bytes,
         )
+
+    def row_geometry(self, kind: PartKind) -> RowGeometry | None:
+        """Shapes of the rows in the payload of a ``kind`` part; None when it has none (STATE, or no such layer).
+
+        Raises:
+            ModelError: the rows are of several types, or of one that no codec takes.
+        """
+        shapes = [shape for each in self._used() if each.kind is kind for shape in (each.keys, each.values)]
+        rows = [shape for shape in shapes if shape is not None]
+        if not rows:
+            return None
+        types = "+".join(sorted({shape.dtype for shape in rows}))
+        try:
+            return RowGeometry(dtype=types, tensors=tuple((shape.heads, shape.dim) for shape in rows))
+        except InvalidInput as error:
+            raise ModelError(error.message) from None
 
     # --- what the engine asks -----------------------------------------------------------------------------------
 

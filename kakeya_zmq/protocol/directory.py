@@ -2,9 +2,15 @@
 
 Rules
 - A card is signed by its node's identity key; the first key seen for a node id is the only one accepted for it.
-- For each node the newest (incarnation, sequence) wins; order and repetition of arrivals cannot matter.
-- Our own card is never taken from others. A card older than its TTL is never merged.
+- For each node the newest (incarnation, sequence) wins; order and repetition of arrivals cannot matter. Of one card the
+  greatest age told counts: a relay may understate an age by the time the card travelled, never overstate it.
+- Our own card is never taken from others. A card that is as old as its TTL is gone, here and on arrival, and does not come
+  back through a relay that is a little behind.
 - Time-to-live runs on this machine's monotonic clock from the card's age at arrival, so wrong wall clocks do no harm.
+- Memory is bounded: so many live cards, so many pinned identities. A full table refuses newcomers; of the identities those
+  of nodes long gone make room.
+- Announcements out of turn are limited to one in ``announce_interval_s``; a wish that comes too early is carried out later,
+  so the last change is always told.
 
 Theory of operation
 Every ``interval_s`` the machine asks the host to announce a fresh own card on the bus and pulls the cards of one or more
@@ -14,7 +20,8 @@ only. New and returning nodes are reported as PeerChanged, vanished ones as Peer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias, assert_never
 
@@ -22,6 +29,11 @@ from wire.cards import Card, open_card
 from wire.errors import RemoteProtocolError
 from wire.ids import NodeId
 from wire.limits import CARDS_PER_EXCHANGE_MAX
+
+NODES_MAX = 1024
+"""Live cards of other nodes: 16 MiB of the largest. As many as a server has sessions."""
+IDENTITIES_MAX = 4096
+"""Node ids whose key is remembered, live or not: under 1 KiB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,8 @@ class DirectorySettings:
     first_interval_s: float = 1.0
     """Between the first announcements, so that a young fleet converges quickly."""
     first_rounds: int = 5
+    announce_interval_s: float = 0.25
+    """Least time between two announcements that were asked for: many joiners at once cost four a second, not one each."""
 
 
 # --- events ------------------------------------------------------------------------------------------------------
@@ -101,7 +115,21 @@ class _Held:
     card: Card
     blob: bytes
     born: float
-    expires: float
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.card.incarnation, self.card.sequence
+
+    @property
+    def expires(self) -> float:
+        return self.born + self.card.ttl_ms / 1000
+
+
+@dataclass(slots=True)
+class _Identity:
+    public_key: bytes
+    expired: tuple[int, int] | None = None
+    """(incarnation, sequence) of the card that expired last: it and older ones of that incarnation are not news."""
 
 
 class Directory:
@@ -119,45 +147,59 @@ class Directory:
         self._make_card = make_card
         self._settings = settings or DirectorySettings()
         self._held: dict[str, _Held] = {}
-        self._identities: dict[str, bytes] = {}
+        self._identities: dict[str, _Identity] = {}
+        """In the order in which they were last heard of."""
         self._sequence = 0
         self._rounds = 0
-        self._next_round: float | None = 0.0
+        self._next_round = 0.0
+        self._announced_at = -math.inf
+        self._announce_due: float | None = None
+        self._relay_offset = 0
 
     # --- views ---------------------------------------------------------------------------------------------------
 
     def peers(self, now: float) -> tuple[Card, ...]:
         """Live cards of other nodes, by node id."""
-        return tuple(held.card for _, held in sorted(self._held.items()) if held.expires >= now)
+        return tuple(held.card for _, held in sorted(self._held.items()) if held.expires > now)
 
     def card(self, node_id: str) -> Card | None:
         held = self._held.get(node_id)
         return held.card if held else None
 
     def exchange(self, now: float) -> tuple[tuple[bytes, ...], tuple[int, ...]]:
-        """Our own fresh card and the live ones we hold, with their ages in ms: what an exchange carries."""
-        live = [held for _, held in sorted(self._held.items()) if held.expires >= now][: CARDS_PER_EXCHANGE_MAX - 1]
+        """Our own fresh card and live ones we hold, with their ages in ms: what an exchange carries.
+
+        Of more cards than one message takes, each exchange carries the next ones in turn.
+        """
+        live = [held for _, held in sorted(self._held.items()) if held.expires > now]
+        room = CARDS_PER_EXCHANGE_MAX - 1
+        if len(live) > room:
+            start = self._relay_offset % len(live)
+            self._relay_offset = start + room
+            live = [*live[start:], *live[:start]][:room]
         cards = (self._own_card(), *(held.blob for held in live))
         ages = (0, *(max(0, int((now - held.born) * 1000)) for held in live))
         return cards, ages
 
-    def deadline(self) -> float | None:
-        """When the next round or the next expiry is due, in seconds on the caller's clock."""
+    def deadline(self) -> float:
+        """When the next round, announcement or expiry is due, in seconds on the caller's clock."""
         times = [held.expires for held in self._held.values()]
-        if self._next_round is not None:
-            times.append(self._next_round)
-        return min(times, default=None)
+        if self._announce_due is not None:
+            times.append(self._announce_due)
+        return min([self._next_round, *times])
 
     # --- the machine -----------------------------------------------------------------------------------------------
 
     def on(self, event: DirectoryEvent, now: float) -> list[DirectoryEffect]:
         match event:
             case CardsArrived(cards=cards, ages_ms=ages_ms):
-                return self._merge(zip(cards, ages_ms, strict=False), now)
+                return [effect for pair in zip(cards, ages_ms, strict=False) for effect in self._merge(*pair, now)]
             case AnnounceNow():
-                return [Announce(self._own_card())]
+                if self._announce_due is None:
+                    self._announce_due = max(now, self._announced_at + self._settings.announce_interval_s)
+                return self._announce(now)
             case DirectoryTick():
-                return [*self._expire(now), *self._round(now)]
+                return [*self._expire(now), *self._round(now), *self._announce(now)]
             case _:
                 assert_never(event)
 
@@ -166,40 +208,68 @@ class Directory:
         return self._make_card(self._sequence)
 
     def _round(self, now: float) -> list[DirectoryEffect]:
-        if self._next_round is None or now < self._next_round:
+        if now < self._next_round:
             return []
         young = self._rounds < self._settings.first_rounds
         self._rounds += 1
         self._next_round = now + (self._settings.first_interval_s if young else self._settings.interval_s)
-        return [Announce(self._own_card()), PullRound()]
+        self._announce_due = now
+        return [*self._announce(now), PullRound()]
 
-    def _merge(self, arrivals: Iterable[tuple[bytes, int]], now: float) -> list[DirectoryEffect]:
-        effects: list[DirectoryEffect] = []
-        for blob, age_ms in arrivals:
-            effects += self._merge_one(blob, age_ms, now)
-        return effects
+    def _announce(self, now: float) -> list[DirectoryEffect]:
+        if self._announce_due is None or now < self._announce_due:
+            return []
+        self._announce_due = None
+        self._announced_at = now
+        return [Announce(self._own_card())]
 
-    def _merge_one(self, blob: bytes, age_ms: int, now: float) -> list[DirectoryEffect]:
+    # --- merging ---------------------------------------------------------------------------------------------------
+
+    def _merge(self, blob: bytes, age_ms: int, now: float) -> list[DirectoryEffect]:
         try:
             card = open_card(blob)
         except RemoteProtocolError:
             return [CardRefused("a card is malformed or its signature does not hold")]
         node_id = card.node_id
+        age_ms = max(0, age_ms)
         if node_id == self._node_id or age_ms >= card.ttl_ms:
             return []
-        pinned = self._identities.setdefault(node_id, card.identity_public_key)
-        if pinned != card.identity_public_key:
+        identity = self._identities.get(node_id)
+        if identity is not None and identity.public_key != card.identity_public_key:
             return [CardRefused("a card claims a node id that belongs to another identity key")]
-        held = self._held.get(node_id)
-        if held and (card.incarnation, card.sequence) <= (held.card.incarnation, held.card.sequence):
+        if identity is not None and _is_expired_version(card, identity):
             return []
-        born = now - age_ms / 1000
-        self._held[node_id] = _Held(card=card, blob=blob, born=born, expires=born + card.ttl_ms / 1000)
+        held = self._held.get(node_id)
+        arrived = _Held(card=card, blob=blob, born=now - age_ms / 1000)
+        if held is not None and arrived.version <= held.version:
+            if arrived.version == held.version:
+                held.born = min(held.born, arrived.born)
+            return []
+        if held is None and len(self._held) >= NODES_MAX:
+            return [CardRefused(f"a card is not taken: {NODES_MAX} nodes are known already")]
+        self._remember(node_id, identity or _Identity(card.identity_public_key))
+        self._held[node_id] = arrived
         restarted = held is not None and card.incarnation != held.card.incarnation
         return [PeerChanged(card=card, appeared=held is None, restarted=restarted)]
 
+    def _remember(self, node_id: str, identity: _Identity) -> None:
+        """Pin an identity, or make it the one heard of last; one of a node that is gone makes room."""
+        self._identities.pop(node_id, None)
+        if len(self._identities) >= IDENTITIES_MAX:
+            oldest = next(known for known in self._identities if known not in self._held)
+            del self._identities[oldest]
+        self._identities[node_id] = identity
+
     def _expire(self, now: float) -> list[DirectoryEffect]:
-        gone = [node_id for node_id, held in self._held.items() if held.expires < now]
+        gone = [node_id for node_id, held in self._held.items() if held.expires <= now]
         for node_id in gone:
-            del self._held[node_id]
+            self._identities[node_id].expired = self._held.pop(node_id).version
         return [PeerGone(NodeId(node_id), "its card expired") for node_id in gone]
+
+
+def _is_expired_version(card: Card, identity: _Identity) -> bool:
+    """Whether a relay brings back what has expired here. Another incarnation may be older: clocks are set back."""
+    if identity.expired is None:
+        return False
+    incarnation, sequence = identity.expired
+    return card.incarnation == incarnation and card.sequence <= sequence

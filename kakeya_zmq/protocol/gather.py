@@ -141,6 +141,8 @@ class Gathering:
         self._ends = {ROOT_HASH: 0} | {block.block_hash: block.end for block in self._asked}
         self._closing: set[AskId] = set()
         self._stage_deadline = 0.0
+        self.aim: Reach | None = None
+        """What the fetches under way are to make possible; None while nothing is fetched."""
         self.phase = GatherPhase.IDLE
 
     @property
@@ -305,6 +307,7 @@ class Gathering:
         shares = self._assign(ref for ref in missing if ref not in on_the_way)
         if shares and not self._pays(shares, reach):
             return self._finish()
+        self.aim = reach
         effects: list[Effect] = []
         for peer, refs in shares:
             if peer.fetch is None:

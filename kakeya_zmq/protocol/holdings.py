@@ -80,6 +80,11 @@ class Holdings:
     def has(self, ref: PartRef) -> bool:
         return ref in self._arrived or (self._store is not None and self._store.has(ref))
 
+    def find(self, ref: PartRef) -> Part | None:
+        """The part, if it is at hand."""
+        part = self._arrived.get(ref)
+        return part if part is not None or self._store is None else self._store.get(ref)
+
     def reach(self, has: Callable[[PartRef], bool]) -> Reach:
         """The deepest position for which ``has`` holds for every needed part."""
         best = Reach(best_boundary(self.importable, self._requirement, has), self.importable)
@@ -198,14 +203,17 @@ class Holdings:
             self._store.touch(refs, now)
         found: list[Part] = []
         for ref in refs:
-            part = self._arrived.get(ref)
-            if part is None and self._store is not None:
-                part = self._store.get(ref)
+            part = self.find(ref)
             if part is None:
                 return None
             found.append(part)
         found.sort(key=lambda part: (part.meta.start, part.meta.kind))
         return tuple(raw_part(part) for part in found)
+
+    def bytes_of(self, reach: Reach) -> int:
+        """Size of the parts at hand that a hit at ``reach`` needs."""
+        found = (self.find(ref) for ref in needed_parts(reach.chain, reach.position, self._requirement))
+        return sum(part.meta.length_bytes for part in found if part is not None)
 
     def hold(self, reach: Reach, now: float) -> None:
         """Lease what the local store contributes to ``reach``, so that it stays until :meth:`release`."""

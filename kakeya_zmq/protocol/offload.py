@@ -113,6 +113,11 @@ class Offload:
     def finished(self) -> bool:
         return self.phase is OffloadPhase.FINISHED
 
+    @property
+    def aim(self) -> Reach | None:
+        """What the job under way is to make possible."""
+        return Reach(self._task.target, self._holdings.importable) if self._attempt is not None else None
+
     def deadline(self) -> float | None:
         if self._attempt is None:
             return None

@@ -7,11 +7,13 @@ Rules
  3. Only parts that :func:`kakeya_zmq.blocks.needed_parts` names for the position are imported, all of them, from one chain.
  4. REMOTE_REQUIRED never computes here: either the whole prefix is there, or the session stays as it was and the outcome is
     Unavailable. LOCAL_ONLY never asks anybody.
- 5. When ``outcome`` is set, nothing of this machine is open any more, except releases of leases that nobody waits for.
+ 5. When ``outcome`` is set, nothing of this machine is open any more, except what nobody waits for: releases of leases, and
+    cancelled steps of an early import.
 
 Theory of operation. The phases follow each other as in ``TRANSITIONS``; each is entered at most once, which bounds the
 whole. GATHER and OFFLOAD are machines of their own (kakeya_zmq.protocol.gather and .offload) that fill the holdings;
-IMPORT and COMPUTE are one engine command each. Between them stands one question: how deep do the parts at hand reach, and
+IMPORT and COMPUTE are one engine command each; what arrives before IMPORT is copied early (see .early_import),
+so that little is left to do there. Between them stands one question: how deep do the parts at hand reach, and
 is that deeper than the session's own KV? An import the engine refuses empties the session and leads to COMPUTE from 0.
 ``position`` follows the engine's events only, so that it is right whenever the machine ends.
 """
@@ -19,13 +21,14 @@ is that deeper than the session's own KV? An import the engine refuses empties t
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from kakeya_zmq.blocks import Part, bind_parts
 from kakeya_zmq.coverage import describe_gap
-from kakeya_zmq.engine import CommandFailed, ImportPrefix, Prefill, PrefixImported, SegmentComputed
+from kakeya_zmq.engine import CommandFailed, FinishImport, ImportPrefix, Prefill, PrefixImported, SegmentComputed
 from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.early_import import EarlyImport
 from kakeya_zmq.protocol.effects import (
     CancelCommand,
     CommandEnded,
@@ -34,6 +37,7 @@ from kakeya_zmq.protocol.effects import (
     Effect,
     HostEvent,
     Note,
+    PartsReceived,
     RunCommand,
     Tick,
     Ticket,
@@ -128,6 +132,14 @@ class PromptPreparation:
         self._holdings = Holdings(task, store, set_value)
         self._hash_tail = hash_tail
         self._offload = Offload(task, self._holdings, ids, rates, random_bytes)
+        self._early = EarlyImport(
+            task.session_id,
+            task.facts.requirement,
+            self._holdings,
+            ids,
+            batch_bytes=task.settings.early_import_bytes,
+        )
+        self._finishing_early = False
         self._gathering: Gathering | None = None
         self._ticket: Ticket | None = None
         self._import: Reach | None = None
@@ -214,6 +226,9 @@ class PromptPreparation:
                 elif self.phase is Phase.OFFLOAD:
                     effects = self._offload.on(event, now)
             case CommandEvent(ticket=ticket) | CommandEnded(ticket=ticket):
+                if self._early.owns(ticket):
+                    self._early.on(event)
+                    return []
                 return self._engine_event(event, now) if ticket == self._ticket else []
             case _ if gathering is not None and gathering.owns(event):
                 effects = gathering.on(event, now)
@@ -221,11 +236,20 @@ class PromptPreparation:
                 effects = self._offload.on(event, now)
             case _:
                 return []
+        arrived = event.parts if isinstance(event, PartsReceived) else ()
         if self.phase is Phase.GATHER:
+            effects += self._import_early(gathering.aim if gathering is not None else None, arrived)
             effects += self._after_gather(now)
         elif self.phase is Phase.OFFLOAD:
+            effects += self._import_early(self._offload.aim, arrived)
             effects += self._after_offload(now)
         return effects
+
+    def _import_early(self, aim: Reach | None, arrived: Sequence[Part]) -> list[Effect]:
+        """Copy into the engine what is at hand already, once something has come that has to be waited for."""
+        if aim is None or aim.position <= self.position or not arrived:
+            return []
+        return self._early.follow(aim, arrived)
 
     def cancel(self, now: float) -> list[Effect]:
         """Stop. The outcome follows at once, or when the engine has let go of the session."""
@@ -283,6 +307,11 @@ class PromptPreparation:
             return self._finish(now)
         if reach.position <= self.position:
             return self._compute(now)
+        early = self._early.complete(reach)
+        if early is not None:
+            self._imported_bytes = holdings.bytes_of(reach)
+            self._finishing_early = True
+            return [*early, *self._run_import(reach, FinishImport(task.session_id))]
         parts = holdings.collect(reach, now)
         self._imported_bytes = sum(part.payload.nbytes for part in parts or ())
         if parts is None or self._imported_bytes > task.settings.max_import_bytes:
@@ -292,10 +321,14 @@ class PromptPreparation:
                 self._failure = text
                 return [*effects, *self._finish(now)]
             return [*effects, *self._compute(now)]
-        self._enter(Phase.IMPORT)
+        return self._run_import(reach, ImportPrefix(task.session_id, reach.position, parts))
+
+    def _run_import(self, reach: Reach, command: ImportPrefix | FinishImport) -> list[Effect]:
+        if self.phase is not Phase.IMPORT:
+            self._enter(Phase.IMPORT)
         self._import = reach
         self._ticket = self._ids.ticket()
-        return [RunCommand(self._ticket, ImportPrefix(task.session_id, reach.position, parts))]
+        return [RunCommand(self._ticket, command)]
 
     def _shortfall(self, reach: Reach) -> str:
         there = max(reach.position, self.position)
@@ -324,7 +357,8 @@ class PromptPreparation:
         match event.event:
             case PrefixImported(position=position, elapsed_ms=elapsed_ms):
                 self.position = position
-                self._rates.observe_import(self._imported_bytes, elapsed_ms)
+                early_ms = self._early.elapsed_ms if self._finishing_early else 0.0
+                self._rates.observe_import(self._imported_bytes, elapsed_ms + early_ms)
             case SegmentComputed(position=position, parts=raw_parts, elapsed_ms=elapsed_ms):
                 computed = position - self.position
                 self.position = position
@@ -358,6 +392,16 @@ class PromptPreparation:
         reach = self._import
         if reach is not None and self.position == reach.position and self._failure is None:
             return self._compute(now)
+        if self._finishing_early and reach is not None:
+            # The session's KV is as it was: try once more in one piece.
+            self._finishing_early = False
+            parts = self._holdings.collect(reach, now)
+            if parts is not None:
+                self._failure = None
+                return [
+                    *self._early.abandon(),
+                    *self._run_import(reach, ImportPrefix(self._task.session_id, reach.position, parts)),
+                ]
         effects: list[Effect] = [Count("import_failures")]
         effects += self._holdings.fallback(f"import failed: {self._failure or 'the engine stopped early'}")
         if reach is not None:
@@ -375,6 +419,7 @@ class PromptPreparation:
         if self._gathering is not None:
             effects += self._gathering.cancel(now)
         effects += self._offload.cancel(now)
+        effects += self._early.abandon()
         self._holdings.release()
         self._enter(Phase.FINISHED)
         if self._cancelled:

@@ -86,6 +86,8 @@ class PreparationSettings:
     suites: tuple[CipherSuite, ...] = (CipherSuite.AES_256_GCM, CipherSuite.SECRETBOX)
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT
     credit_bytes: int = limits.CREDIT_BYTES_DEFAULT
+    early_import_bytes: int = 4 * limits.MIB
+    """Parts are copied into the engine in batches of at least this size while others are on their way."""
     peers_max: int = 8
     """Peers asked for one prompt; those with the best links are asked first."""
 

@@ -13,9 +13,13 @@ import numpy as np
 from kakeya_zmq.blocks import Block, Chain, Part, RawPart, bind_parts, needed_parts
 from kakeya_zmq.compat import Compatibility, chain_hashes
 from kakeya_zmq.engine import (
+    AddParts,
+    BeginImport,
     Command,
     CommandFailed,
     Event,
+    FinishImport,
+    ImportAdvanced,
     ImportPrefix,
     ModelFacts,
     Prefill,
@@ -126,6 +130,8 @@ class FakeEngine:
         self.requirement = requirement
         self.position = position
         self.import_fails = False
+        self.early_import_fails = False
+        self.building: tuple[int, list[RawPart]] | None = None
         self.prefill_fails_at: int | None = None
         self.commands: list[Command] = []
 
@@ -134,10 +140,27 @@ class FakeEngine:
         match command:
             case ImportPrefix():
                 yield self._import(command)
+            case BeginImport(position=position):
+                self.building = (position, [])
+                yield ImportAdvanced(command.session_id, 1.0)
+            case AddParts(parts=parts):
+                assert self.building is not None
+                self.building[1].extend(parts)
+                yield ImportAdvanced(command.session_id, 1.0)
+            case FinishImport():
+                yield self._finish_import(command)
             case Prefill():
                 yield from self._prefill(command)
             case _:
                 raise AssertionError(f"unexpected command {type(command).__name__}")
+
+    def _finish_import(self, command: FinishImport) -> Event:
+        assert self.building is not None
+        (position, parts), self.building = self.building, None
+        if self.early_import_fails:
+            return CommandFailed(command.session_id, "bad parts", self.position)
+        ordered = tuple(sorted(parts, key=lambda part: (part.start, part.kind)))
+        return self._import(ImportPrefix(command.session_id, position, ordered))
 
     def _import(self, command: ImportPrefix) -> Event:
         position = command.position

@@ -98,6 +98,7 @@ class Desk:
         self.engine = engine
         self.now = 10.0
         self.log: list[Effect] = []
+        self.done: set[Ticket] = set()
         self.take(machine.start(self.now))
 
     def take(self, effects: Sequence[Effect]) -> list[Effect]:
@@ -126,11 +127,10 @@ class Desk:
         return self.all(RunCommand)[-1]
 
     def run_engine(self) -> None:
-        """Let the last command and those that follow from it run to their ends."""
-        done: set[Ticket] = set()
-        while self.all(RunCommand) and self.command().ticket not in done:
-            run = self.command()
-            done.add(run.ticket)
+        """Let the commands that have not run, and those that follow from them, run to their ends."""
+        while waiting := [run for run in self.all(RunCommand) if run.ticket not in self.done]:
+            run = waiting[0]
+            self.done.add(run.ticket)
             for event in self.engine.run(run.command):
                 self.feed(CommandEvent(run.ticket, event))
             self.feed(CommandEnded(run.ticket, False, self.engine.position))

@@ -1,0 +1,177 @@
+"""What the session table of a primary holds: one inference session, what it is doing, and the bounds of the table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from kakeya_zmq.blocks import Chain, Part
+from kakeya_zmq.engine import ModelFacts, Sampling, TokenArray
+from kakeya_zmq.protocol.effects import Effect, RequestKey, Ticket
+from kakeya_zmq.protocol.prepare import PromptPreparation
+from wire.errors import FailureCode, RequestFailed
+from wire.limits import TOKEN_BYTES
+from wire.messages import CreateSession, Explanation, Generate, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceSettings:
+    """Bounds of the session table."""
+
+    capacity: int = 4
+    """Sessions held at once; the least recently used idle one makes room."""
+    session_idle_s: float = 1800.0
+    publish_delay_s: float = 5.0
+    """How long parts of an append wait for a generation before they are published without one."""
+
+
+# --- effects besides the shared ones -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PublishParts:
+    """Hand these parts to the publisher."""
+
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainPrompt:
+    """Remember why a prompt cost what it cost."""
+
+    explanation: Explanation
+
+
+InferenceEffect: TypeAlias = Effect | PublishParts | ExplainPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PreparationRequest:
+    """What the host needs to build a PromptPreparation for one append."""
+
+    engine_session: str
+    tokens: TokenArray
+    live_position: int
+    options: CreateSession
+
+
+# --- a session -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class Appending:
+    """An append under way. ``key`` is None once nobody waits for its answer."""
+
+    key: RequestKey | None
+    session: Session
+    preparation: PromptPreparation
+    tokens: TokenArray
+    """The history as it will be."""
+    reported: tuple[int, int] = (-1, -1)
+
+
+@dataclass(slots=True, eq=False)
+class Generating:
+    """A generation under way. ``key`` is None once nobody waits for its answer."""
+
+    key: RequestKey | None
+    ticket: Ticket
+    started: float
+    tokens: list[int] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    position: int | None = None
+    """Tokens whose KV the engine session holds, as the engine said last."""
+    failure: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Capturing:
+    """An export of new blocks under way, which may outlive its session."""
+
+    session: Session
+    chain: Chain
+    failed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One inference session."""
+
+    session_id: str
+    options: CreateSession
+    last_used: float
+    history: TokenArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    engine_number: int = 0
+    live_position: int = 0
+    """Tokens of the history whose KV the engine session holds."""
+    captured: int = 0
+    """The blocks of the history up to here have been exported once, or came from a store."""
+    operation: Appending | Generating | None = None
+    capture: Capturing | None = None
+    pending: list[Part] = field(default_factory=list)
+    """Parts that wait to be published."""
+    publish_at: float | None = None
+    closed: bool = False
+
+    @property
+    def engine_session(self) -> str:
+        """The engine's name of the session: another one each time it starts over.
+
+        A command that is cancelled before its turn reports the position that its engine session has then, with the
+        commands before it still to come. Under one name a close and open waiting in front would make that a lie.
+        """
+        return f"{self.session_id}.{self.engine_number}"
+
+    @property
+    def decodable(self) -> bool:
+        """Whether the next generation can start: the KV covers the history but for its last token."""
+        return 0 < len(self.history) == self.live_position + 1
+
+    @property
+    def lost(self) -> bool:
+        """Whether KV of the history has to be brought back before a generation."""
+        return self.live_position < len(self.history) - 1
+
+
+def appended_history(history: TokenArray, packed: bytes, facts: ModelFacts) -> TokenArray:
+    """``history`` and the packed tokens after it, int32, a new array.
+
+    Raises:
+        RequestFailed: INVALID_ARGUMENT, the tokens cannot be used.
+    """
+    if len(packed) % TOKEN_BYTES:
+        raise RequestFailed(FailureCode.INVALID_ARGUMENT, "tokens must be packed 32-bit integers")
+    added = np.frombuffer(packed, dtype="<i4").astype(np.int32, copy=False)
+    if len(added) and (int(added.min()) < 0 or int(added.max()) >= facts.vocabulary_size):
+        text = f"a token id is outside the model's vocabulary of {facts.vocabulary_size}"
+        raise RequestFailed(FailureCode.INVALID_ARGUMENT, text, remedy="use the tokenizer of the model that is loaded")
+    total = len(history) + len(added)
+    if len(added) and total > facts.max_context_tokens:
+        text = f"the session would hold {total} tokens and the model's context is {facts.max_context_tokens}"
+        raise RequestFailed(FailureCode.INVALID_ARGUMENT, text, remedy="shorten the prompt or start a new session")
+    return np.concatenate([history, added]).astype(np.int32, copy=False)
+
+
+def checked_sampling(body: Generate) -> Sampling:
+    """How to sample.
+
+    Raises:
+        RequestFailed: INVALID_ARGUMENT, naming the field that is out of its range.
+    """
+    problem = ""
+    if body.max_tokens < 1:
+        problem = f"max_tokens must be at least 1, not {body.max_tokens}"
+    elif not (math.isfinite(body.temperature) and body.temperature >= 0):
+        problem = f"temperature must be at least 0, not {body.temperature}"
+    elif not 0 <= body.top_p <= 1:
+        problem = f"top_p must be between 0 and 1, not {body.top_p}"
+    elif body.top_k < 0:
+        problem = f"top_k must be at least 0, not {body.top_k}"
+    elif body.seed is not None and not 0 <= body.seed < 2**64:
+        problem = f"seed must be at least 0 and below 2^64, not {body.seed}"
+    if problem:
+        raise RequestFailed(FailureCode.INVALID_ARGUMENT, problem)
+    return Sampling(body.temperature, body.top_p, body.top_k, body.seed)

@@ -1,0 +1,175 @@
+"""One prefill job of a worker: what was asked for, how far it is, and what it will cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+
+from kakeya_zmq.blocks import Chain, Part, needed_parts
+from kakeya_zmq.compat import chain_hashes
+from kakeya_zmq.engine import ModelFacts, TokenArray
+from kakeya_zmq.protocol.effects import LaneId, RequestKey, Ticket
+from kakeya_zmq.store import ReservationId
+from wire.errors import FailureCode, RequestFailed
+from wire.limits import CHUNK_BYTES_MIN, PROMPT_TOKENS_MAX, TOKEN_BYTES, TRANSFER_BYTES_MAX
+from wire.messages import PartKind, PartRef, SubmitJob
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSettings:
+    """Bounds of the job queue."""
+
+    max_jobs: int = 128
+    """Queued, running and draining jobs."""
+    max_prompt_tokens: int = PROMPT_TOKENS_MAX
+    default_tokens_per_second: float = 20.0
+    """Assumed until a job has been measured."""
+
+
+class JobPhase(Enum):
+    QUEUED = "queued"
+    IMPORTING = "importing"
+    COMPUTING = "computing"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A job and its state; two jobs are the same only if they are one object."""
+
+    key: RequestKey
+    """The request that is answered; another one after an attach."""
+    node_id: str
+    body: SubmitJob
+    content_digest: bytes
+    tokens: TokenArray
+    chain: Chain
+    needed: tuple[PartRef, ...]
+    """What a hit at the job's last position needs: what capacity is reserved for."""
+    wanted: frozenset[PartRef]
+    """Those of them that the asker lacks: what is sent."""
+    engine_session: str
+    reservation_id: ReservationId
+    phase: JobPhase = JobPhase.QUEUED
+    session_open: bool = False
+    lane: LaneId | None = None
+    lane_ready: bool = False
+    ready: list[Part] = field(default_factory=list)
+    """Parts for the asker, in the order in which they became ready; kept until the end for an asker that attaches."""
+    ready_refs: set[PartRef] = field(default_factory=set)
+    ready_final: bool = False
+    """Nothing will be added to ``ready``."""
+    fed: int = 0
+    """How many of ``ready`` the present lane has been given."""
+    final_fed: bool = False
+    position: int = 0
+    tokens_reused: int = 0
+    compute_started: float = 0.0
+    compute_ms: float = 0.0
+    ticket: Ticket | None = None
+    """The import or prefill that is under way."""
+    asker_done: bool = False
+
+    @property
+    def target(self) -> int:
+        """Tokens whose KV is to be there: all but the last."""
+        return self.chain.tokens
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.target - self.position
+
+    def make_ready(self, parts: Iterable[Part]) -> None:
+        """Add those parts that the asker lacks and that are not there yet."""
+        for part in parts:
+            ref = part.meta.ref
+            if ref in self.wanted and ref not in self.ready_refs:
+                self.ready_refs.add(ref)
+                self.ready.append(part)
+
+    def forget_ready(self) -> None:
+        self.ready.clear()
+        self.ready_refs.clear()
+        self.fed = 0
+
+
+def content_digest(body: SubmitJob) -> bytes:
+    """What must be equal for a used job id to mean the same job; how the parts travel may differ."""
+    return hashlib.sha256(body.fingerprint + body.have_tokens.to_bytes(8, "little") + body.tokens).digest()
+
+
+def check_submission(body: SubmitJob, facts: ModelFacts, fingerprint: bytes, settings: WorkSettings) -> TokenArray:
+    """The job's tokens, int32, shape (N,), N >= 2.
+
+    Raises:
+        RequestFailed: FAILED_PRECONDITION for another fingerprint, INVALID_ARGUMENT for anything that can never be served.
+    """
+    if body.fingerprint != fingerprint:
+        raise RequestFailed(FailureCode.FAILED_PRECONDITION, "this worker serves another model or tenant")
+    if len(body.tokens) % TOKEN_BYTES:
+        raise RequestFailed(FailureCode.INVALID_ARGUMENT, "tokens must be packed 32-bit integers")
+    tokens = np.frombuffer(body.tokens, dtype="<i4").astype(np.int32, copy=False)
+    limit = min(settings.max_prompt_tokens, facts.max_context_tokens)
+    problem = ""
+    if len(tokens) < 2:
+        problem = "a job needs at least two tokens"
+    elif len(tokens) > limit:
+        problem = f"the prompt has {len(tokens)} tokens; this worker takes at most {limit}"
+    elif int(tokens.min()) < 0 or int(tokens.max()) >= facts.vocabulary_size:
+        problem = "a token id is outside the model's vocabulary"
+    elif body.have_tokens >= len(tokens) - 1:
+        problem = "the asker already has all the KV that a job computes"
+    elif body.credit_bytes < CHUNK_BYTES_MIN:
+        problem = f"a credit of {body.credit_bytes} bytes lets no chunk through; the least is {CHUNK_BYTES_MIN}"
+    if problem:
+        raise RequestFailed(FailureCode.INVALID_ARGUMENT, problem)
+    return tokens
+
+
+def make_job(
+    *, key: RequestKey, node_id: str, body: SubmitJob, tokens: TokenArray, facts: ModelFacts, tenant_key: bytes, number: int
+) -> Job:
+    """A queued job. ``number`` names its engine session and reservation; each is used once."""
+    requirement = facts.requirement
+    chain = chain_hashes(tokens[:-1], body.fingerprint, tenant_key, requirement.block_tokens)
+    end_of = {block.block_hash: block.end for block in chain.blocks}
+    needed = needed_parts(chain, chain.tokens, requirement)
+    return Job(
+        key=key,
+        node_id=node_id,
+        body=body,
+        content_digest=content_digest(body),
+        tokens=tokens,
+        chain=chain,
+        needed=needed,
+        wanted=frozenset(ref for ref in needed if end_of[ref.block_hash] > body.have_tokens),
+        engine_session=f"job-{number}",
+        reservation_id=ReservationId(f"job-{number}".encode()),
+    )
+
+
+def parts_bytes(facts: ModelFacts, chain: Chain, refs: Iterable[PartRef]) -> int:
+    """Payload bytes of these parts of the chain, as the model's geometry gives them."""
+    full, window, state = facts.part_bytes_per_token
+    count_of = {block.block_hash: block.token_count for block in chain.blocks}
+    total = 0
+    for ref in refs:
+        match ref.kind:
+            case PartKind.FULL:
+                total += full * count_of[ref.block_hash]
+            case PartKind.WINDOW:
+                total += window * count_of[ref.block_hash]
+            case PartKind.STATE:
+                total += state
+    return total
+
+
+def lane_bytes(body: SubmitJob) -> tuple[int, int]:
+    """(chunk bytes, credit bytes) of the job's lane: a chunk larger than the credit could never be sent."""
+    credit_bytes = min(body.credit_bytes, TRANSFER_BYTES_MAX)
+    return min(body.chunk_bytes_max, credit_bytes), credit_bytes
