@@ -48,6 +48,8 @@ class BulkShell:
                 suite=effect.suite,
                 chunk_bytes=min(effect.chunk_bytes, effect.credit_bytes),
                 credit_bytes=effect.credit_bytes,
+                link_codec=effect.link_codec,
+                value_bytes=effect.value_bytes,
                 post=self._post,
                 idle_timeout_s=SENDER_IDLE_SECONDS,
             )
@@ -62,6 +64,7 @@ class BulkShell:
                 grant=effect.grant,
                 credit_bytes=effect.credit_bytes,
                 parts=effect.parts,
+                value_bytes=effect.value_bytes,
                 post=self._post,
                 idle_timeout_s=SENDER_IDLE_SECONDS,
             )
@@ -78,6 +81,7 @@ class BulkShell:
                 suite=effect.suite,
                 chunk_bytes=effect.chunk_bytes,
                 expected=effect.expected,
+                link_codec=effect.link_codec,
                 post=self._post,
                 idle_timeout_s=PUBLISH_IDLE_SECONDS,
             )
@@ -94,7 +98,8 @@ class BulkShell:
                 budget_bytes=effect.budget_bytes,
                 idle_timeout_s=effect.idle_timeout_s,
                 post=self._post,
-                verify_digests=False,
+                # The seal proves who sent the bytes, not that they are still what was stored: memory of a peer can rot.
+                verify_digests=True,
             )
         )
 

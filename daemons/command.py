@@ -117,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_daemons(commands)
     _add_key(commands)
     _add_model(commands)
+    _add_bench(commands)
     return parser
 
 
@@ -206,12 +207,14 @@ DAEMON_TEXTS = {
     ),
     "worker": (
         "Run a prefill worker: compute prompts for others.",
-        "example:\n  kakeya worker --bind 0.0.0.0:53051 --advertise 192.168.1.21:53051 --peer 192.168.1.20:51051 \\\n"
+        "example (first copy ~/.kakeya/fleet.psk and ~/.kakeya/tenants/default.key from the primary's machine):\n"
+        "  kakeya worker --bind 0.0.0.0:53051 --advertise 192.168.1.21:53051 --peer 192.168.1.20:51051 \\\n"
         "      --model ~/models/Qwen3-8B-4bit --cache-gb 8\n",
     ),
     "cache": (
         "Run a cache peer: hold KV for others, without a model.",
-        "example:\n  kakeya cache --bind 0.0.0.0:52051 --advertise 192.168.1.22:52051 --peer 192.168.1.20:51051 \\\n"
+        "example (first copy ~/.kakeya/fleet.psk from the primary's machine):\n"
+        "  kakeya cache --bind 0.0.0.0:52051 --advertise 192.168.1.22:52051 --peer 192.168.1.20:51051 \\\n"
         "      --cache-gb 8\n",
     ),
 }
@@ -232,15 +235,27 @@ def _add_daemons(commands: Any) -> None:
         parser.set_defaults(run=_run_daemon, role=role)
 
 
+METAVARS = {
+    "bind": "HOST:PORT",
+    "bus_bind": "HOST:PORT",
+    "advertise": "HOST:PORT",
+    "peer": "HOST:PORT",
+    "bulk_ports": "LOW-HIGH",
+    "assert_compatibility": "FIELD=VALUE",
+}
+"""What stands for the value in the help; other settings show their kind."""
+
+
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
-    default = "" if option.default in ("", ()) else f" (default {option.default})"
+    default = "" if option.default in ("", ()) else f" (default: {option.default})"
+    metavar = METAVARS.get(option.name, option.kind.upper())
     text = f"{option.help}{default}".replace("%", "%%")
     if option.kind == "list":
-        parser.add_argument(option.flag, action="append", default=None, metavar="VALUE", help=text)
+        parser.add_argument(option.flag, action="append", default=None, metavar=metavar, help=text)
     elif option.kind == "choice":
         parser.add_argument(option.flag, default=None, metavar="{" + ",".join(option.choices) + "}", help=text)
     else:
-        parser.add_argument(option.flag, default=None, metavar=option.kind.upper(), help=text)
+        parser.add_argument(option.flag, default=None, metavar=metavar, help=text)
 
 
 def _add_key(commands: Any) -> None:
@@ -268,6 +283,30 @@ def _add_model(commands: Any) -> None:
     model.add_argument("--verify", action="store_true", help="check the digest of every file of a model prepared before")
     _json_flag(model)
     model.set_defaults(run=_run_model)
+
+
+def _add_bench(commands: Any) -> None:
+    from daemons.bench import BENCHMARKS
+
+    bench = _command_parser(
+        commands,
+        "bench",
+        "Measure this machine beside what one would use instead.",
+        "examples:\n  kakeya bench                        everything, short: an indication\n"
+        "  kakeya bench transfer --peers       one benchmark, also against gRPC, Redis and plain TCP where installed\n"
+        "  kakeya bench --long --check --json  the run that the bars of docs/performance.md are judged on\n",
+    )
+    bench.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}, or all (default)")
+    bench.add_argument("--check", action="store_true", help="exit with 1 unless every bar holds")
+    bench.add_argument("--long", action="store_true", help="more and longer prompts, more rounds: at most 8 minutes")
+    bench.add_argument("--peers", action="store_true", help="with transfer: gRPC, Redis and plain TCP too, where installed")
+    bench.add_argument("--rounds", type=int, default=0, metavar="N", help="samples of each side (default: what each needs)")
+    bench.add_argument("--model", default="", metavar="FOLDER", help="MLX model folder (default: the demo model)")
+    threads_help = "BLAS threads of every process that computes (default: half the cores)"
+    bench.add_argument("--threads", type=int, default=0, metavar="N", help=threads_help)
+    bench.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
+    _json_flag(bench)
+    bench.set_defaults(run=_run_bench)
 
 
 def _json_flag(parser: argparse.ArgumentParser) -> None:
@@ -435,3 +474,25 @@ def _run_model(options: argparse.Namespace) -> int:
     if options.json:
         console.result({"folder": str(folder)})
     return EXIT_OK
+
+
+def _run_bench(options: argparse.Namespace) -> int:
+    from daemons.bench import BENCHMARKS
+    from daemons.bench.harness import BenchOptions
+    from daemons.bench.run import run_benchmarks
+
+    if options.rounds < 0 or options.threads < 0:
+        raise ConfigError("--rounds and --threads are whole numbers above 0")
+    chosen = set(options.names) or {"all"}
+    if unknown := sorted(chosen - {*BENCHMARKS, "all"}):
+        raise ConfigError(f"there is no benchmark {unknown[0]!r}", remedy=f"one of: {', '.join(BENCHMARKS)}, all")
+    names = [name for name in BENCHMARKS if name in chosen or "all" in chosen]
+    measured = BenchOptions(
+        long=options.long,
+        peers=options.peers,
+        rounds=options.rounds,
+        threads=options.threads or max(1, (os.cpu_count() or 2) // 2),
+        model=options.model,
+        smoke=options.smoke,
+    )
+    return run_benchmarks(names, measured, Console(json_mode=options.json), json=options.json, check=options.check)

@@ -2,6 +2,12 @@
 
 The dispatcher remembers which machine sent an ask, opened a lane, drew a ticket or answers a request, so that every event
 finds its way home. It runs on the reactor's thread; lanes and the engine's runner reach it through ``Reactor.post``.
+
+Rules
+- Effects are carried out in the order in which the machines made them, also when carrying one out feeds a machine again.
+- An effect that cannot be carried out keeps no other from being carried out; it is counted in ``effect_failures``. A machine
+  that waits for an end still gets one: of an ask, a lane or a command that could not even begin.
+- Nothing is remembered of what has ended; no event follows after the last one.
 """
 
 from __future__ import annotations
@@ -10,12 +16,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from kakeya_zmq.engine import CommandFailed
 from kakeya_zmq.engine_runner import EngineRunner
 from kakeya_zmq.io.control_client import ControlClient, OutgoingRequest
 from kakeya_zmq.io.control_server import IncomingRequest
-from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.reactor import EffectQueue, Reactor, describe_exception
 from kakeya_zmq.protocol import effects as fx
-from wire.errors import FailureCode, KakeyaError
+from wire.errors import FailureCode, KakeyaError, LocalProtocolError
 from wire.ids import NodeId
 from wire.messages import ProgressBody, ReplyBody, UpdateBody
 
@@ -72,9 +79,11 @@ class Dispatcher:
         self._services: list[tuple[Callable[[Any], bool], Machine]] = []
         self._extra: dict[int, Callable[[object], bool]] = {}
         self._requests: dict[fx.RequestKey, tuple[Machine, IncomingRequest]] = {}
-        self._asks: dict[fx.AskId, tuple[Machine, OutgoingRequest]] = {}
+        self._asks: dict[fx.AskId, tuple[Machine, OutgoingRequest | None]] = {}
+        """None in place of a request: it could not be sent, and its failure is on the way."""
         self._lane_owners: dict[fx.LaneId, Machine] = {}
         self._ticket_owners: dict[fx.Ticket, Machine] = {}
+        self._effects = EffectQueue(self._carry_out)
         self.lanes: Lanes | None = None
         self.runner: EngineRunner | None = None
 
@@ -103,12 +112,26 @@ class Dispatcher:
 
     def feed(self, machine: Machine, event: object) -> None:
         """Give a machine an event and carry out what it answers."""
-        effects = machine.on(event, self._reactor.clock())
+        try:
+            effects = machine.on(event, self._reactor.clock())
+        except Exception as error:
+            if isinstance(event, fx.RequestArrived):
+                raise  # the server answers for it
+            self._machine_failed(machine, event, error)
+            return
         if _log.isEnabledFor(logging.DEBUG):
             # Names only: events and effects hold prompts, keys and hashes.
             names = ", ".join(type(effect).__name__ for effect in effects)
             _log.debug("%s took %s: %s", type(machine).__name__, type(event).__name__, names)
         self.apply(machine, effects)
+
+    def _machine_failed(self, machine: Machine, event: object, error: Exception) -> None:
+        """A bug in a machine: whoever waits for an answer of it must not wait for their deadlines."""
+        self._count("machine_failures", 1)
+        _log.error("%s failed at %s: %s", type(machine).__name__, type(event).__name__, describe_exception(error))
+        for key in [key for key, (owner, _) in self._requests.items() if owner is machine]:
+            _, incoming = self._requests.pop(key)
+            incoming.fail(FailureCode.INTERNAL, "this node failed in the middle of the request; see its log")
 
     def request(self, incoming: IncomingRequest) -> bool:
         """Route a peer's request; False when no machine handles its body."""
@@ -126,7 +149,12 @@ class Dispatcher:
             body=incoming.body,
             deadline=incoming.deadline,
         )
-        self.feed(machine, event)
+        try:
+            self.feed(machine, event)
+        except Exception:
+            # A bug in the machine: the server answers for it, and nothing may wait for an answer from here.
+            self._requests.pop(key, None)
+            raise
         return True
 
     def lane_event(self, event: fx.LaneOpened | fx.PartsReceived | fx.CreditEarned | fx.LaneFinished) -> None:
@@ -158,14 +186,16 @@ class Dispatcher:
     # --- what goes out -----------------------------------------------------------------------------------------------
 
     def apply(self, machine: Machine, effects: Sequence[object]) -> None:
-        """Carry out a machine's effects, in order."""
-        for effect in effects:
-            try:
-                self._apply_one(machine, effect)
-            except KakeyaError as error:
-                # One effect that cannot be carried out must not keep the others from being carried out.
-                self._count("effect_failures", 1)
-                _log.error("%s could not be carried out: %s", type(effect).__name__, error)
+        """Carry out a machine's effects, in order, behind those that wait."""
+        self._effects.extend((machine, effect) for effect in effects)
+
+    def _carry_out(self, entry: tuple[Machine, object]) -> None:
+        machine, effect = entry
+        try:
+            self._apply_one(machine, effect)
+        except Exception as error:  # whatever it is: the other effects, of other users, must be carried out
+            self._count("effect_failures", 1)
+            _log.error("%s could not be carried out: %s", type(effect).__name__, describe_exception(error))
 
     def _apply_one(self, machine: Machine, effect: object) -> None:
         match effect:
@@ -213,19 +243,34 @@ class Dispatcher:
         match effect:
             case fx.Ask(ask=ask, node_id=node_id, body=body, timeout_s=timeout_s):
                 client = self._find_client(node_id)
+                self._asks[ask] = (machine, None)
                 if client is None:
-                    failed = fx.AskFailed(ask, FailureCode.UNAVAILABLE, f"{node_id} is not connected")
-                    self._reactor.post(lambda: self.feed(machine, failed))
+                    self._fail_ask(ask, FailureCode.UNAVAILABLE, f"{node_id} is not connected")
                     return
-                self._asks[ask] = (machine, self._send(machine, client, ask, body, timeout_s))
+                try:
+                    request = self._send(machine, client, ask, body, timeout_s)
+                except Exception:
+                    self._fail_ask(ask, FailureCode.INTERNAL, "the request could not be sent")
+                    raise
+                self._asks[ask] = (machine, request)
             case fx.SendUpdate(ask=ask, body=update):
                 entry = self._asks.get(ask)
-                if entry is not None:
+                if entry is not None and entry[1] is not None:
                     entry[1].update(update)
             case fx.CancelAsk(ask=ask):
                 entry = self._asks.pop(ask, None)
-                if entry is not None:
+                if entry is not None and entry[1] is not None:
                     entry[1].cancel()
+
+    def _fail_ask(self, ask: fx.AskId, code: FailureCode, message: str) -> None:
+        """Tell the machine later that an ask has failed, unless it cancels it before."""
+
+        def tell() -> None:
+            entry = self._asks.pop(ask, None)
+            if entry is not None:
+                self.feed(entry[0], fx.AskFailed(ask, code, message))
+
+        self._reactor.post(tell)
 
     def _send(self, machine: Machine, client: ControlClient, ask: fx.AskId, body: Any, timeout_s: float) -> OutgoingRequest:
         def replied(reply: ReplyBody) -> None:
@@ -242,13 +287,23 @@ class Dispatcher:
         return client.request(body, timeout_s=timeout_s, on_reply=replied, on_failure=failed, on_progress=progressed)
 
     def _run(self, machine: Machine, effect: fx.RunCommand | fx.CancelCommand) -> None:
-        assert self.runner is not None, "an engine command on a node without a model"
+        runner = self.runner
         match effect:
             case fx.RunCommand(ticket=ticket, command=command):
+                if ticket in self._ticket_owners:
+                    raise LocalProtocolError(f"engine ticket {ticket} is in use")
                 self._ticket_owners[ticket] = machine
-                self.runner.submit(ticket, command)
+                try:
+                    assert runner is not None, "an engine command on a node without a model"
+                    runner.submit(ticket, command)
+                except Exception:
+                    failed = CommandFailed(command.session_id, "the engine did not take the command", 0)
+                    self._reactor.post(lambda: self.engine_event(fx.CommandEvent(ticket, failed)))
+                    self._reactor.post(lambda: self.engine_event(fx.CommandEnded(ticket, cancelled=False)))
+                    raise
             case fx.CancelCommand(ticket=ticket):
-                self.runner.cancel(ticket)
+                if runner is not None:
+                    runner.cancel(ticket)
 
     def _lane(
         self,
@@ -262,7 +317,7 @@ class Dispatcher:
         | fx.CloseLane,
     ) -> None:
         lanes = self.lanes
-        assert lanes is not None
+        assert lanes is not None, "a lane on a node without a bulk shell"
         match effect:
             case fx.BindSender(lane=lane):
                 self._open(machine, lane, lambda: lanes.bind_sender(effect))
@@ -272,19 +327,27 @@ class Dispatcher:
                 self._open(machine, lane, lambda: lanes.connect_sender(effect, self._host_of(node_id)))
             case fx.ConnectReceiver(lane=lane, node_id=node_id):
                 self._open(machine, lane, lambda: lanes.connect_receiver(effect, self._host_of(node_id)))
-            case fx.FeedSender():
-                lanes.feed(effect)
+            case fx.FeedSender(lane=lane):
+                try:
+                    lanes.feed(effect)
+                except Exception:
+                    # The peer would wait for parts that never come.
+                    lanes.close(fx.CloseLane(lane, ok=False, reason="its parts could not be sent"))
+                    raise
             case fx.AddCredit():
                 lanes.add_credit(effect)
             case fx.CloseLane():
                 lanes.close(effect)
 
     def _open(self, machine: Machine, lane: fx.LaneId, opening: Callable[[], None]) -> None:
+        if lane in self._lane_owners:
+            raise LocalProtocolError(f"lane {lane} is in use")
         self._lane_owners[lane] = machine
         try:
             opening()
-        except KakeyaError as error:
-            finished = fx.LaneFinished(lane, ok=False, reason=str(error), transferred_bytes=0)
+        except Exception as error:  # ports, threads or files have run out, or the peer's grant makes no sense
+            reason = str(error) if isinstance(error, KakeyaError) else f"the lane could not open ({type(error).__name__})"
+            finished = fx.LaneFinished(lane, ok=False, reason=reason, transferred_bytes=0)
             self._reactor.post(lambda: self.lane_event(finished))
 
     def _host_of(self, node_id: NodeId) -> str:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from daemons.dispatch import Dispatcher
 from kakeya_zmq.calibration import measure_prefill
+from kakeya_zmq.codecs.engine import CodecEngine
+from kakeya_zmq.codecs.registry import storage_codec
+from kakeya_zmq.compat import check_assertions
 from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.demo.prepare import demo_model_folder
 from kakeya_zmq.engine import Engine, ModelFacts
@@ -85,7 +88,8 @@ def make_runner(
         from kakeya_zmq.model.loader import load_engine
 
         bounded = settings.kv_policy == "sink-window"
-        engine = load_engine(
+        codec = storage_codec(settings.cache_compression, q_range=settings.lattice_q)
+        loaded = load_engine(
             folder,
             model_id=settings.model_id or None,
             block_tokens=settings.cache_block_tokens,
@@ -95,8 +99,12 @@ def make_runner(
             digest_cache=kakeya_home() / "digests.json",
             blas_threads=settings.blas_threads or None,
             on_progress=lambda text: _log.info("%s", text),
-            assertions=assertions,
+            assertions={name: value for name, value in assertions.items() if name != "cache_format_version"},
         )
+        engine: Engine = loaded
+        if settings.cache_compression != "none":
+            engine = CodecEngine(loaded, codec, loaded.layout.row_geometry)
+        check_assertions(engine.facts.compatibility, assertions)
         measured.append(measure_prefill(engine))
         _log.info("prefill on this machine: %.0f tokens/s", measured[0])
         return engine

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,7 +23,7 @@ import psutil
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.options import DEFAULT_PORTS
-from wire.errors import ConfigError, FailureCode, RequestFailed
+from wire.errors import ConfigError, FailureCode, KakeyaError, PortInUseError, RequestFailed, SecretFileError
 from wire.keys import FleetKey, write_secret_file
 
 START_TIMEOUT_SECONDS = 180.0
@@ -135,9 +137,10 @@ def start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, .
             for role in plan.roles:
                 if role in running:
                     continue
-                process = start_daemon(role, plan, seed)
-                starting.append(process)
-                undo.callback(process.stop)
+                with deferred_signals():
+                    process = start_daemon(role, plan, seed)
+                    starting.append(process)
+                    undo.callback(process.stop)
                 if role == "primary" and not seed:
                     seed = process.wait_for_address(tell)
             for process in starting:
@@ -187,7 +190,7 @@ class Starting:
             if facts is not None:
                 return self._member(facts)
             if self.process.poll() is not None:
-                raise ConfigError(f"the {self.role} did not start: {self._last_line()}")
+                raise self._refusal(self.process.returncode)
             if time.monotonic() - told > 5:
                 told = time.monotonic()
                 tell(f"waiting for the {self.role} ({told - started:.0f} s): {self._last_line()}")
@@ -203,6 +206,12 @@ class Starting:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+    def _refusal(self, code: int) -> KakeyaError:
+        """Why the daemon did not start, with its own exit code."""
+        text = f"the {self.role} did not start: {self._last_line().removeprefix('kakeya: ')}"
+        kinds: dict[int, type[ConfigError]] = {4: SecretFileError, 5: PortInUseError}
+        return kinds.get(code, ConfigError)(text)
 
     def _facts(self) -> dict[str, object] | None:
         try:
@@ -233,6 +242,25 @@ class Starting:
         return lines[-1] if lines else "no output"
 
 
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Hold back Ctrl-C and requests to stop until the end of the block: no process may start without being noted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    # Not by the signal mask: the new process would inherit it, and could not be stopped.
+    previous = {number: signal.signal(number, lambda caught, frame: waiting.append(caught)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        if waiting:
+            signal.raise_signal(waiting[0])
+
+
 def start_daemon(role: str, plan: FleetPlan, seed: str) -> Starting:
     """Start one daemon of the plan in the background."""
     port = 0 if plan.ephemeral else DEFAULT_PORTS[role]
@@ -253,11 +281,15 @@ def restart_member(member: Member, tell: Callable[[str], None]) -> Member:
     stop_members([member], tell)
     arguments = list(member.arguments)
     arguments[arguments.index("--bind") + 1] = member.address
-    starting = Starting(member.role, arguments, run_folder() / f"{member.role}.ready", Path(member.log), member.address)
+    ready_file = run_folder() / f"{member.role}.ready"
+    starting: Starting | None = None
     try:
+        with deferred_signals():
+            starting = Starting(member.role, arguments, ready_file, Path(member.log), member.address)
         fresh = starting.wait_ready(tell)
     except BaseException:
-        starting.stop()
+        if starting is not None:
+            starting.stop()
         raise
     save_fleet([fresh if other.role == member.role else other for other in load_fleet()])
     return fresh

@@ -102,6 +102,8 @@ class Node:
         self.notes: deque[str] = deque(maxlen=NOTES_KEPT)
         self.facts: ModelFacts | None = None
         self.state = "starting"
+        self.exchanges = 0
+        """Exchanges of cards this node has asked for."""
         self.sections: list[Callable[[], tuple[str, dict[str, Value]]]] = []
         """Further status sections, added by roles."""
         self.worker_offering: Callable[[], WorkerOffering] | None = None
@@ -231,6 +233,7 @@ class Node:
                 "open_lane_threads": len(self.bulk),
                 "lanes_opened": self.bulk.opened,
                 **self.peers.traffic(),
+                "fleet_exchanges": self.exchanges,
                 "sealing": "aes-256-gcm" if self.has_aes else "secretbox",
                 **self.dispatcher.figures(),
             },
@@ -329,7 +332,7 @@ class Node:
                     self._pull_round()
                 case dm.PeerChanged(card=card, appeared=appeared, restarted=restarted):
                     if appeared or restarted:
-                        what = "appeared" if appeared else "restarted"
+                        what = "restarted" if restarted else "appeared"
                         self.note("info", f"{card.node_id} {what} ({', '.join(card.roles)})")
                     if "primary" in self.local.roles and card.roles != ("client",):
                         self.peers.ensure(card)
@@ -346,6 +349,7 @@ class Node:
 
     def _exchange(self, client: ControlClient) -> None:
         cards, ages = self.directory.exchange(self.reactor.clock())
+        self.exchanges += 1
 
         def merged(reply: ReplyBody) -> None:
             if isinstance(reply, CardList):

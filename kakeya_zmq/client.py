@@ -331,6 +331,8 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and self._client.peer is None:
+            return  # the goodbye would only wait for a primary that is away
         try:
             self.close()
         except RequestFailed:

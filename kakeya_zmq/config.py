@@ -63,6 +63,9 @@ class Settings:
     local_prefill_tps: float
     worker_prefill_tps: float
     cache_link_mbps: float
+    cache_compression: str
+    lattice_q: int
+    link_compression: str
     capacity: int
     session_idle_s: float
     max_jobs: int

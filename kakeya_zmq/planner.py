@@ -6,6 +6,10 @@ Formulas (milliseconds; ``n`` tokens, ``b`` bytes):
 * import: ``round trip + b / link rate``;
 * worker: ``queued tokens / worker rate + n / worker rate + import`` (the queue is counted once).
 
+A link has two rates, of plain and of compressed transfers, both in bytes of payload as experienced and never mixed: the
+plain one is the link's own, which the choice of a codec needs; the compressed one also knows how fast the other side's
+processor is. Every so often a transfer goes the other way, so that neither goes stale.
+
 Something remote is taken only when it saves at least ``minimum_savings_ratio`` of the local cost. Every decision is a value
 that carries the numbers behind it, so that an explanation can print them. Rates nobody has measured yet start
 conservative.
@@ -15,10 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kakeya_zmq.codecs.link import CodecRates, choose_link_codec
 from wire.ids import NodeId
+from wire.messages import LinkCodec
 
 LOCAL_TOKENS_PER_SECOND_DEFAULT = 20.0
 WORKER_TOKENS_PER_SECOND_DEFAULT = 20.0
@@ -29,6 +35,13 @@ BYTES_PER_MS_OF_ONE_MEGABYTE_PER_SECOND = 1000.0
 """1 MB/s (decimal) is 1,000 bytes in a millisecond."""
 EWMA_WEIGHT_OF_NEW = 0.25
 """One odd sample moves a rate by a quarter; four samples in a row have moved it by two thirds."""
+
+
+LINK_COMPRESSION_CHOICES = ("auto", "none", "zlib", "zstd")
+LINK_TOO_FAST_MEGABYTES_PER_SECOND = 1000.0
+"""No codec keeps up with such a link on one core, so none is measured for it."""
+LINK_PROBE_EVERY = 16
+"""One transfer of so many goes the other way, plain or compressed; costs a few per cent where compression pays."""
 
 
 @dataclass(slots=True)
@@ -57,6 +70,14 @@ def _link_default() -> Rate:
     return Rate(default=LINK_MEGABITS_PER_SECOND_DEFAULT / 8)
 
 
+def _no_codecs() -> Mapping[str, CodecRates]:
+    return {}
+
+
+def _elsewhere(node_id: NodeId) -> bool:
+    return False
+
+
 def _import_default() -> Rate:
     return Rate(default=1000.0)
 
@@ -70,7 +91,15 @@ class MeasuredRates:
     imports: Rate = field(default_factory=_import_default)
     """Megabytes per second of importing parts into the engine."""
     links: dict[NodeId, Rate] = field(default_factory=dict)
-    """Megabytes per second of bulk transfer from each node."""
+    """Megabytes per second of plain bulk transfer from each node."""
+    compressed_links: dict[NodeId, Rate] = field(default_factory=dict)
+    """The same of compressed transfers, in megabytes of payload, before compression."""
+    link_transfers: dict[NodeId, int] = field(default_factory=dict)
+    """Transfers measured of each node, plain and compressed."""
+    codec_rates: Callable[[], Mapping[str, CodecRates]] = _no_codecs
+    """What each link codec does here; called when a link is slow enough to ask, so it may measure then (and remember)."""
+    same_host: Callable[[NodeId], bool] = _elsewhere
+    """Whether a node is reached without a network: what looks like a slow link is then a busy processor."""
     workers: dict[NodeId, Rate] = field(default_factory=dict)
     """Tokens per second of prefill on each worker."""
 
@@ -80,8 +109,11 @@ class MeasuredRates:
     def observe_import(self, size_bytes: int, elapsed_ms: float) -> None:
         self.imports.observe(size_bytes / 1e6, elapsed_ms)
 
-    def observe_link(self, node_id: NodeId, size_bytes: int, elapsed_ms: float) -> None:
-        self.links.setdefault(node_id, _link_default()).observe(size_bytes / 1e6, elapsed_ms)
+    def observe_link(self, node_id: NodeId, size_bytes: int, elapsed_ms: float, codec: LinkCodec = LinkCodec.NONE) -> None:
+        """Add one transfer: ``size_bytes`` of payload, before ``codec`` made them smaller."""
+        rates = self.links if codec is LinkCodec.NONE else self.compressed_links
+        rates.setdefault(node_id, _link_default()).observe(size_bytes / 1e6, elapsed_ms)
+        self.link_transfers[node_id] = self.link_transfers.get(node_id, 0) + 1
 
     def observe_worker(self, node_id: NodeId, tokens: int, elapsed_ms: float) -> None:
         rate = self.workers.setdefault(node_id, Rate(default=WORKER_TOKENS_PER_SECOND_DEFAULT))
@@ -90,10 +122,21 @@ class MeasuredRates:
     def forget(self, node_id: NodeId) -> None:
         """Drop what was measured of a node that left the fleet, so that churn cannot grow this without end."""
         self.links.pop(node_id, None)
+        self.compressed_links.pop(node_id, None)
+        self.link_transfers.pop(node_id, None)
         self.workers.pop(node_id, None)
 
     def link_megabytes_per_second(self, node_id: NodeId) -> float | None:
+        """Payload a transfer may be expected to bring, the better way; None when nothing was measured."""
+        measured = (self.plain_link(node_id), self.compressed_link(node_id))
+        return max((rate for rate in measured if rate is not None), default=None)
+
+    def plain_link(self, node_id: NodeId) -> float | None:
         rate = self.links.get(node_id)
+        return rate.measured if rate is not None else None
+
+    def compressed_link(self, node_id: NodeId) -> float | None:
+        rate = self.compressed_links.get(node_id)
         return rate.measured if rate is not None else None
 
     def worker_tokens_per_second(self, node_id: NodeId, declared: float) -> float:
@@ -194,6 +237,65 @@ def decide_import(
         compute_ms=local,
         minimum_savings_ratio=minimum_savings_ratio,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LinkDecision:
+    """Which codec one transfer should use, and why."""
+
+    node_id: NodeId
+    codec: LinkCodec
+    payload_bytes: int
+    link_megabytes_per_second: float | None
+    """Of plain transfers; None: not measured."""
+    reason: str
+
+    def describe(self) -> str:
+        rate = self.link_megabytes_per_second
+        speed = "unknown speed" if rate is None else f"{rate:.1f} MB/s"
+        return (
+            f"link to {self.node_id} ({speed}), {self.payload_bytes / 1e6:.1f} MB: {self.codec.name.lower()}, {self.reason}"
+        )
+
+
+def decide_link_codec(
+    link_compression: str, node_id: NodeId, payload_bytes: int, rates: MeasuredRates, *, frame_bytes: int
+) -> LinkDecision:
+    """How should a transfer of ``payload_bytes`` with ``node_id`` be compressed?
+
+    ``auto`` takes what :func:`kakeya_zmq.codecs.link.choose_link_codec` estimates to be fastest on the measured link, unless
+    compressed transfers with this node turned out slower than plain ones. Nothing is compressed before the link is measured,
+    nor on the way to a node of the same host.
+
+    Args:
+        link_compression: one of :data:`LINK_COMPRESSION_CHOICES`; all but ``auto`` are taken as they are.
+        payload_bytes: estimated.
+        rates: measured.
+        frame_bytes: bytes of one chunk.
+    """
+    rate = rates.plain_link(node_id)
+
+    def decision(codec: str, reason: str) -> LinkDecision:
+        return LinkDecision(node_id, LinkCodec[codec.upper()], payload_bytes, rate, reason)
+
+    if link_compression != "auto":
+        return decision(link_compression, "as configured")
+    if rates.same_host(node_id):
+        return decision("none", "the node is on this host")
+    if rate is None:
+        return decision("none", "the link is not measured")
+    if rate >= LINK_TOO_FAST_MEGABYTES_PER_SECOND:
+        return decision("none", "the link is faster than a codec")
+    codec = choose_link_codec(rate, rates.codec_rates(), payload_bytes, frame_bytes)
+    if codec == "none":
+        return decision("none", "no codec is estimated to be faster")
+    compressed = rates.compressed_link(node_id)
+    pays = compressed is None or compressed > rate
+    if rates.link_transfers.get(node_id, 0) % LINK_PROBE_EVERY == LINK_PROBE_EVERY - 1:
+        return decision("none" if pays else codec, "to measure it again")
+    if not pays:
+        return decision("none", f"{codec} turned out slower: {compressed:.1f} MB/s")
+    return decision(codec, "estimated to be fastest")
 
 
 @dataclass(frozen=True, slots=True)

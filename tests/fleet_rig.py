@@ -53,13 +53,14 @@ _CONFIG: Final[dict[str, Any]] = {
     "sliding_window": 128,
     "sliding_window_pattern": 2,
 }
-WIDE: Final[dict[str, Any]] = {"num_key_value_heads": 4, "num_attention_heads": 4, "head_dim": 256, "num_hidden_layers": 4}
-"""Changes that make a model whose KV is large: 4 layers x 2 x 4 heads x 256 dims x 4 bytes = 32 KiB a token."""
+WIDE: Final[dict[str, Any]] = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
+"""Changes that make a model whose KV is large: 2 global layers x K and V x 8 heads x 256 x 4 bytes = 32 KiB a token."""
 
 FLAGS: Final = ("--bind", "127.0.0.1:0", "--gossip-interval-s", "0.3", "--ttl-seconds", "3", "--cache-gb", "1")
 ROLE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "primary": (
-        *("--blas-threads", "1", "--local-prefill-tps", "1", "--cache-lookup-timeout-s", "1"),
+        # A worker is always taken for cheaper: here both run on the same machine, so none would ever be.
+        *("--blas-threads", "1", "--primary-prefill-penalty-ms", "1e8", "--cache-lookup-timeout-s", "1"),
         *("--cache-fetch-timeout-s", "4", "--prefill-worker-timeout-s", "20"),
     ),
     "worker": ("--blas-threads", "1"),
@@ -139,8 +140,9 @@ class Reference:
 class Node:
     """One daemon process."""
 
-    def __init__(self, fleet: Fleet, role: str, name: str, flags: tuple[str, ...]) -> None:
+    def __init__(self, fleet: Fleet, role: str, name: str, flags: tuple[str, ...], program: tuple[str, ...]) -> None:
         self.role = role
+        self.program = program
         self.name = name
         self.flags = flags
         self.address = ""
@@ -173,7 +175,7 @@ class Node:
             arguments += ["--peer", peer]
         with self.log.open("ab") as stream:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "daemons", self.role, *arguments, "--ready-file", str(self._ready_file)],
+                [sys.executable, "-m", *self.program, self.role, *arguments, "--ready-file", str(self._ready_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -210,6 +212,10 @@ class Node:
         self.kill()
         self.launch(self._fleet.seed_for(self))
         self.wait_ready()
+
+    def forget_address(self) -> None:
+        """Let the next start take another free port."""
+        self._bind = ""
 
     def client(self) -> Client:
         return Client(self.address, psk_file=self._fleet.psk_file)
@@ -258,6 +264,10 @@ class Fleet:
                 node.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 node.kill()
+        failed = {node.name: node.process.returncode for node in running if node.process and node.process.returncode}
+        if failed:
+            self.show_logs()
+        assert not failed, f"did not end well when told to stop: {failed}"
 
     def show_logs(self) -> None:
         for node in self.nodes.values():
@@ -266,8 +276,9 @@ class Fleet:
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]
 
-    def add(self, role: str, *flags: str, name: str = "") -> Node:
-        node = Node(self, role, name or role, flags)
+    def add(self, role: str, *flags: str, name: str = "", program: tuple[str, ...] = ("daemons",)) -> Node:
+        """A node that is not started yet; ``program``: the module to run, and its first arguments."""
+        node = Node(self, role, name or role, flags, program)
         self.nodes[node.name] = node
         return node
 
@@ -401,6 +412,11 @@ def wait_idle(client: Client) -> dict[str, Any]:
 
     wait_until(idle, "nothing is open")
     return dict(client.status().sections["node"])
+
+
+def figure(client: Client, section: str, name: str) -> int:
+    """One figure of a node's status; 0 when it is not there yet."""
+    return int(client.status().sections.get(section, {}).get(name) or 0)
 
 
 def resident_bytes(pid: int) -> int:

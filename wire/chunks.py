@@ -10,6 +10,8 @@ Rules:
    several whole parts, or one piece of one part.
 5. A chunk is one ZeroMQ message of two frames: the packed :class:`ChunkHeader` in clear, and the sealed bytes
    (:mod:`wire.bulk`). The header is authenticated with the seal.
+6. With a link codec the content of each DATA chunk is packed into one frame of kakeya_zmq.codecs.link before it is sealed.
+   Plan, budget and credit count the bytes of the parts all the same; the frame is at most LINK_FRAME_BYTES longer.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ HEADER_BYTES: Final = _HEADER.size
 FLAG_FINAL: Final = 1
 CHUNKS_MAX: Final = 2**32
 """Indexes are 32-bit; the largest transfer in the smallest chunks needs 2^20."""
+PLAINTEXT_BYTES_MAX: Final = limits.CHUNK_BYTES_MAX + limits.LINK_FRAME_BYTES
 META_BYTES_MAX: Final = 128
 """Bound on one PartMeta as msgpack: three 32-byte strings of 34, four integers of at most 9, 1 for the array."""
 
@@ -46,7 +49,7 @@ class ChunkHeader:
     """The clear, authenticated head of a chunk.
 
     ``index`` counts the chunks of the transfer and ``batch`` its batches, both from 0; ``length_bytes`` is the
-    plaintext's.
+    plaintext's as it is sealed (of the frame, where there is a link codec).
     """
 
     kind: ChunkKind
@@ -62,7 +65,7 @@ class ChunkHeader:
         Raises:
             LocalProtocolError: a field is out of range.
         """
-        if len(self.transfer_id) != 16 or not 0 <= self.length_bytes <= limits.CHUNK_BYTES_MAX:
+        if len(self.transfer_id) != 16 or not 0 <= self.length_bytes <= PLAINTEXT_BYTES_MAX:
             raise LocalProtocolError(f"chunk of {self.length_bytes} bytes or its transfer id is out of range")
         if not (0 <= self.index < CHUNKS_MAX and 0 <= self.batch < CHUNKS_MAX):
             raise LocalProtocolError(f"chunk {self.index} of batch {self.batch} is out of range")
@@ -87,8 +90,8 @@ class ChunkHeader:
             raise RemoteProtocolError(f"chunk version {version} is not known")
         if kind not in (ChunkKind.MANIFEST, ChunkKind.DATA) or flags not in (0, FLAG_FINAL):
             raise RemoteProtocolError(f"chunk kind {kind} with flags {flags} is not known")
-        if length_bytes > limits.CHUNK_BYTES_MAX:
-            raise RemoteProtocolError(f"chunk of {length_bytes} bytes; at most {limits.CHUNK_BYTES_MAX} are allowed")
+        if length_bytes > PLAINTEXT_BYTES_MAX:
+            raise RemoteProtocolError(f"chunk of {length_bytes} bytes; at most {PLAINTEXT_BYTES_MAX} are allowed")
         return cls(
             kind=ChunkKind(kind),
             final=flags == FLAG_FINAL,

@@ -45,6 +45,8 @@ CHUNK_BYTES_MIN: Final = 64 * KIB
 CHUNK_BYTES_MAX: Final = 4 * MIB
 """Measured: 1 to 4 MiB reach the plateau of ZeroMQ over TCP; larger ones only cost memory."""
 CHUNK_OVERHEAD_BYTES: Final = 4 * KIB
+LINK_FRAME_BYTES: Final = 16
+"""What a link encoding adds to bytes that it cannot make smaller (the header of its frame)."""
 PART_BYTES_MAX: Final = 1 * GIB
 """One block's K/V of one layer group; the largest real models are near 32 MiB."""
 PARTS_PER_MANIFEST_MAX: Final = 4096
@@ -77,6 +79,7 @@ def check_limits() -> None:
     assert PARTS_PER_REQUEST_MAX * 48 <= CONTROL_BODY_BYTES_MAX
     assert CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX <= CREDIT_BYTES_DEFAULT
     assert MANIFEST_BYTES_MAX <= CHUNK_BYTES_MAX
+    assert LINK_FRAME_BYTES < CHUNK_OVERHEAD_BYTES
     assert PART_BYTES_MAX <= TRANSFER_BYTES_MAX
     assert HEARTBEAT_TTL_MS <= 65_535
     assert HEARTBEAT_INTERVAL_MS < HEARTBEAT_TIMEOUT_MS

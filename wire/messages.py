@@ -10,7 +10,7 @@ are bounded by :mod:`wire.limits`. Violations surface as ``msgspec.ValidationErr
 """
 
 from enum import IntEnum
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
@@ -32,6 +32,8 @@ PackedHashes = Annotated[bytes, Meta(max_length=limits.BLOCKS_MAX * limits.HASH_
 """Block hashes, 32 bytes each, in prefix order."""
 Bitmap = Annotated[bytes, Meta(max_length=limits.BLOCKS_MAX // 8 + 1)]
 """One bit an item, least significant bit of byte 0 first."""
+ValueBytes = Literal[1, 2, 4]
+"""Width of a value in a part, for the byte planes of a link encoding; 1 also when it is unknown or the parts are packed."""
 
 
 class PartKind(IntEnum):
@@ -50,6 +52,17 @@ class CipherSuite(IntEnum):
 
     SECRETBOX = 1
     AES_256_GCM = 2
+
+
+class LinkCodec(IntEnum):
+    """How the data chunks of a transfer are packed before they are sealed; chosen for each link, no part of what a part is.
+
+    The asker names what it wants, the grant what is used; NONE is always a right answer. Layout: kakeya_zmq.codecs.link.
+    """
+
+    NONE = 0
+    ZLIB = 1
+    ZSTD = 2
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
@@ -166,6 +179,9 @@ class Fetch(_Message, frozen=True, kw_only=True, tag=3):
     suites: Annotated[tuple[CipherSuite, ...], Meta(min_length=1, max_length=4)]
     chunk_bytes_max: Annotated[int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)]
     credit_bytes: Count
+    link_codec: LinkCodec = LinkCodec.NONE
+    """What the sender should use."""
+    value_bytes: ValueBytes = 1
 
 
 class ReleaseLease(_Message, frozen=True, kw_only=True, tag=4):
@@ -181,6 +197,8 @@ class PublishOffer(_Message, frozen=True, kw_only=True, tag=5):
     parts: Annotated[tuple[PartMeta, ...], Meta(min_length=1, max_length=limits.PARTS_PER_MANIFEST_MAX)]
     suites: Annotated[tuple[CipherSuite, ...], Meta(min_length=1, max_length=4)]
     chunk_bytes_max: Annotated[int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)]
+    link_codec: LinkCodec = LinkCodec.NONE
+    """What the publisher wants to use."""
 
 
 class SubmitJob(_Message, frozen=True, kw_only=True, tag=6):
@@ -198,6 +216,9 @@ class SubmitJob(_Message, frozen=True, kw_only=True, tag=6):
     suites: Annotated[tuple[CipherSuite, ...], Meta(min_length=1, max_length=4)]
     chunk_bytes_max: Annotated[int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)]
     credit_bytes: Count
+    link_codec: LinkCodec = LinkCodec.NONE
+    """What the worker should use."""
+    value_bytes: ValueBytes = 1
 
 
 class PrefillPolicy(IntEnum):
@@ -446,6 +467,8 @@ class TransferGrant(_Message, frozen=True, kw_only=True, tag=200):
     key: Key32
     suite: CipherSuite
     chunk_bytes: Annotated[int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)]
+    link_codec: LinkCodec = LinkCodec.NONE
+    """What the transfer uses; NONE whatever was wanted when the server does not want to."""
 
 
 class PublishGrant(_Message, frozen=True, kw_only=True, tag=201):

@@ -6,3 +6,6 @@ Rules
 - A benchmark returns values (:class:`daemons.bench.harness.Outcome`); only daemons.bench.report prints them.
 - Everything a run starts is its own: a temporary KAKEYA_HOME, free ports, processes that end with it.
 """
+
+BENCHMARKS = ("transfer", "store", "dedupe", "codecs", "fidelity", "remote-compute", "ttft", "decode")
+"""In the order of a whole run: what needs no model first, while nothing else holds memory."""

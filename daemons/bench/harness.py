@@ -13,6 +13,7 @@ import json
 import math
 import os
 import select
+import signal
 import statistics
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -30,6 +31,7 @@ from wire.errors import FailureCode, KakeyaError, RequestFailed
 ANSWER_TIMEOUT_SECONDS = 300.0
 """A cold prefill of the longest prompt measured here, on a machine several times slower than the reference."""
 STOP_TIMEOUT_SECONDS = 10.0
+KEPT_VARIABLES = ("KAKEYA_MODEL_CACHE", "KAKEYA_DEBUG")
 
 
 class Direction(enum.Enum):
@@ -141,12 +143,6 @@ class BenchOptions:
         return self.rounds or self.choose(default, long, smoke)
 
 
-class Benchmark(Protocol):
-    """One benchmark: measures when called."""
-
-    def __call__(self, rig: Any, options: BenchOptions) -> Outcome: ...
-
-
 def interleave(rounds: int, sides: Mapping[str, Callable[[int], float]]) -> dict[str, Series]:
     """Call every side once in each round, in the given order; a round's number is the argument.
 
@@ -171,7 +167,7 @@ class Program:
         RequestFailed: from :meth:`ask`: the program answered with an error, died, or did not answer in time.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str] = (), *, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, name: str, arguments: Sequence[str] = ()) -> None:
         self.name = name
         # Its last words, if it dies: a pipe nobody reads would block it, so they go to a file that has no name.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
@@ -180,10 +176,12 @@ class Program:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **(environment or {})},
+            # NumPy's own matrix library must keep to one core; MLX's gets its threads from prepare_blas.
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # Ctrl-C reaches the bench alone, which then ends its programs in order
         )
         self._unread = b""
+        self._unanswered = 0
 
     @property
     def pid(self) -> int:
@@ -192,6 +190,7 @@ class Program:
     def tell(self, do: str, **arguments: object) -> None:
         """Send a command; :meth:`hear` takes its answer. So several programs can work at the same time."""
         line = json.dumps({"do": do, **arguments}).encode() + b"\n"
+        self._unanswered += 1
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
@@ -201,6 +200,7 @@ class Program:
 
     def hear(self, timeout_s: float = ANSWER_TIMEOUT_SECONDS) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self._read_line(timeout_s))
+        self._unanswered -= 1
         if not answer.get("ok"):
             raise RequestFailed(FailureCode.INTERNAL, f"bench program {self.name}: {answer.get('error')}")
         return answer
@@ -210,8 +210,10 @@ class Program:
         return self.hear(timeout_s)
 
     def close(self) -> None:
-        """End of input ends the program; one that does not listen is killed. Idempotent."""
+        """End of input ends the program, SIGTERM one that is busy; one that does not listen is killed. Idempotent."""
         if self._process.poll() is None:
+            if self._unanswered:
+                self._process.terminate()
             with contextlib.suppress(BrokenPipeError):
                 assert self._process.stdin is not None
                 self._process.stdin.close()
@@ -253,6 +255,8 @@ def serve(commands: Mapping[str, Callable[..., Mapping[str, object] | None]]) ->
 
     Standard output belongs to the answers: whatever else prints goes to standard error.
     """
+    # Stopped in the middle of a command: what the program itself started must still be ended.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     with answers:
@@ -268,22 +272,31 @@ def serve(commands: Mapping[str, Callable[..., Mapping[str, object] | None]]) ->
 
 @contextlib.contextmanager
 def temporary_home() -> Iterator[Path]:
-    """A KAKEYA_HOME of its own for this process and all it starts, gone afterwards."""
-    before = os.environ.get("KAKEYA_HOME")
+    """A KAKEYA_HOME of its own for this process and all it starts, gone afterwards.
+
+    Settings in the user's environment are hidden meanwhile: every fleet here is measured with the same ones.
+    """
+    before = {name: value for name, value in os.environ.items() if name.startswith("KAKEYA_") and name not in KEPT_VARIABLES}
+    for name in before:
+        del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="kakeya-bench-") as folder:
         os.environ["KAKEYA_HOME"] = folder
         try:
             yield Path(folder)
         finally:
-            if before is None:
-                del os.environ["KAKEYA_HOME"]
-            else:
-                os.environ["KAKEYA_HOME"] = before
+            del os.environ["KAKEYA_HOME"]
+            os.environ.update(before)
 
 
 def resident_bytes(pid: int) -> int:
     """Memory of a process that is in RAM now."""
     return int(psutil.Process(pid).memory_info().rss)
+
+
+def processor_seconds(*pids: int) -> float:
+    """Processor time the processes have used: the rest of a busy machine changes it far less than it does wall time."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return float(sum(each.user + each.system for each in times))
 
 
 def machine() -> dict[str, object]:

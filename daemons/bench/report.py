@@ -11,7 +11,7 @@ from daemons.console import Console
 def show_outcome(console: Console, outcome: Outcome, elapsed_s: float) -> None:
     """One benchmark's table, then one line a bar."""
     if outcome.skipped:
-        console.say(f"{outcome.name}: skipped, {outcome.skipped}")
+        console.say(f"{outcome.name}: not measured: {outcome.skipped}")
         return
     console.table(f"{outcome.name}: {outcome.title} ({elapsed_s:.0f} s)", outcome.heads, outcome.rows)
     for bar in outcome.bars:

@@ -26,6 +26,7 @@ def packed_bytes(count: int, width: int) -> int:
 
 def pack(codes: CodeArray, width: int) -> npt.NDArray[np.uint8]:
     """``codes`` (flat, each below 2**width) as bytes; the last byte is filled up with zero bits."""
+    size = packed_bytes(codes.size, width)
     groups = -(-codes.size // GROUP)
     if codes.size % GROUP:
         codes = np.concatenate([codes, np.zeros(groups * GROUP - codes.size, codes.dtype)])
@@ -33,7 +34,7 @@ def pack(codes: CodeArray, width: int) -> npt.NDArray[np.uint8]:
     out = np.empty((groups, width), np.uint8)
     for first in range(0, groups, GROUPS_AT_ONCE):
         out[first : first + GROUPS_AT_ONCE] = _pack_groups(columns[first : first + GROUPS_AT_ONCE], width).T
-    return out.reshape(-1)
+    return out.reshape(-1)[:size]
 
 
 def _pack_groups(columns: CodeArray, width: int) -> npt.NDArray[np.uint8]:

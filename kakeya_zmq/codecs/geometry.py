@@ -108,14 +108,16 @@ def widen(values: npt.NDArray[np.generic], dtype: str) -> Float32Array:
 
 def narrow(values: Float32Array, dtype: str, out: npt.NDArray[np.generic]) -> None:
     """Write finite float32 ``values`` to ``out``, rounded to nearest even and limited to the type's finite range."""
+    limit = FINITE_MAX[dtype]
+    if dtype != "float32" and max(float(values.max()), -float(values.min())) > limit:
+        values = np.clip(values, -limit, limit)
     if dtype == "bfloat16":
-        bits = np.minimum(np.maximum(values, -FINITE_MAX[dtype]), FINITE_MAX[dtype]).view(np.uint32)
-        odd = (bits >> 16) & 1
-        bits += odd
-        bits += 0x7FFF
-        bits >>= 16
-        np.copyto(out, bits, casting="unsafe")
-    elif dtype == "float16":
-        np.copyto(out, np.clip(values, -FINITE_MAX[dtype], FINITE_MAX[dtype]), casting="unsafe")
+        bits = values.view(np.uint32)
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += bits
+        rounded >>= 16
+        np.copyto(out, rounded, casting="unsafe")
     else:
-        np.copyto(out, values)
+        np.copyto(out, values, casting="same_kind")

@@ -22,15 +22,15 @@ Verbatim rows are those whose norm float16 cannot hold with full precision: abov
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kakeya_zmq.codecs.bits import pack, packed_bytes, unpack
-from kakeya_zmq.codecs.geometry import ROW_TYPES, Float32Array, RowGeometry, Run, checked_payload, narrow, widen
+from kakeya_zmq.codecs.bits import GROUP, pack, packed_bytes, unpack
+from kakeya_zmq.codecs.geometry import ROW_TYPES, Float32Array, RowGeometry, checked_payload, narrow, widen
 from kakeya_zmq.codecs.lattice_kernel import (
     DIM_MAX,
     NORM_MAX,
@@ -58,11 +58,15 @@ INDEX_BYTES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One run's place in a part: its rows and its values, counted over the whole part."""
+    """Some rows of one run, as many as the backend wants at once.
 
-    run: Run
+    ``rows`` and ``values`` are counted over the whole part, ``codes`` are bytes of the part's code section.
+    """
+
+    dim: int
     rows: slice
     values: slice
+    codes: slice
 
     @property
     def count(self) -> int:
@@ -118,11 +122,11 @@ class LatticeCodec:
         """
         self.check(geometry)
         values = checked_payload(raw, geometry, tokens)
-        cuts = list(_cuts(geometry, tokens))
+        cuts = _cuts(geometry, tokens, self._width, self._backend.values_at_once)
         quantised: list[QuantisedRows] = []
         verbatim: list[npt.NDArray[np.int64]] = []
         for cut in cuts:
-            rows = widen(values[cut.values], geometry.dtype).reshape(cut.count, cut.run.dim)
+            rows = widen(values[cut.values], geometry.dtype).reshape(cut.count, cut.dim)
             rows, norms, kept = _measured(rows)
             quantised.append(self._backend.quantise(rows, norms, self.q_range))
             verbatim.append(kept)
@@ -149,10 +153,7 @@ class LatticeCodec:
             *(_data(each.astype("<u4")) for each in exceptions),
             *(_data(each.exception_points) for each in quantised),
             *(_data(each.astype("<u4")) for each in kept),
-            *(
-                _data(values[cut.values].reshape(cut.count, cut.run.dim)[rows])
-                for cut, rows in zip(cuts, verbatim, strict=True)
-            ),
+            *(_data(values[cut.values].reshape(cut.count, cut.dim)[rows]) for cut, rows in zip(cuts, verbatim, strict=True)),
         ]
 
     def decode(self, stored: memoryview, geometry: RowGeometry, tokens: int, out: memoryview | None = None) -> memoryview:
@@ -169,31 +170,34 @@ class LatticeCodec:
             target = output_buffer(out, raw_bytes)
             target[:] = stored[len(RAW_HEADER) :]
             return target.toreadonly()
-        cuts = list(_cuts(geometry, tokens))
+        cuts = _cuts(geometry, tokens, self._width, self._backend.values_at_once)
         parsed = _Parsed.of(stored, geometry, cuts, self.q_range)
         target = output_buffer(out, raw_bytes)
         values = np.frombuffer(target, ROW_TYPES[geometry.dtype])
-        for cut, codes in zip(cuts, parsed.codes, strict=True):
-            first, last = np.searchsorted(parsed.exceptions, (cut.points.start, cut.points.stop))
-            points = QuantisedRows(
-                norms=parsed.norms[cut.rows],
-                peaks=parsed.peaks[cut.rows],
-                codes=codes,
-                exceptions=parsed.exceptions[first:last] - cut.points.start,
-                exception_points=parsed.exception_points[first:last],
-            )
-            rows = self._backend.reconstruct(points, cut.run.dim, self.q_range)
-            narrow(rows.reshape(-1), geometry.dtype, values[cut.values])
+        is_wide = geometry.dtype == "float32"
+        scratch = np.empty(0 if is_wide else max(cut.count * cut.dim for cut in cuts), np.float32)
+        for cut in cuts:
+            wide = values[cut.values] if is_wide else scratch[: cut.count * cut.dim]
+            self._backend.reconstruct(parsed.points(cut, self.q_range), self.q_range, wide.reshape(cut.count, cut.dim))
+            if not is_wide:
+                narrow(wide, geometry.dtype, values[cut.values])
         parsed.restore_verbatim(values, cuts)
         return target.toreadonly()
 
 
-def _cuts(geometry: RowGeometry, tokens: int) -> Iterator[_Cut]:
-    row = value = 0
+def _cuts(geometry: RowGeometry, tokens: int, width: int, values_at_once: int) -> list[_Cut]:
+    """A part in steps. All but a run's last have a multiple of 8 rows, so that their codes fill whole bytes."""
+    cuts = []
+    row = value = code = 0
     for run in geometry.runs():
-        rows, values = row + run.heads * tokens, value + run.heads * tokens * run.dim
-        yield _Cut(run, slice(row, rows), slice(value, values))
-        row, value = rows, values
+        most = max(GROUP, values_at_once // run.dim // GROUP * GROUP)
+        end = row + run.heads * tokens
+        while row < end:
+            rows = min(most, end - row)
+            values, codes = rows * run.dim, packed_bytes(rows * run.dim // POINT, width)
+            cuts.append(_Cut(run.dim, slice(row, row + rows), slice(value, value + values), slice(code, code + codes)))
+            row, value, code = row + rows, value + values, code + codes
+    return cuts
 
 
 def _data(array: npt.NDArray[Any]) -> memoryview:
@@ -221,11 +225,11 @@ def _measured(rows: Float32Array) -> tuple[Float32Array, Float32Array, npt.NDArr
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """A packed part's sections, checked."""
+    """A packed part's sections, as views, checked but for the codes."""
 
     norms: npt.NDArray[np.float16]
     peaks: npt.NDArray[np.float16]
-    codes: list[npt.NDArray[Any]]
+    codes: memoryview
     exceptions: npt.NDArray[np.int64]
     exception_points: npt.NDArray[np.int16]
     verbatim: npt.NDArray[np.int64]
@@ -236,31 +240,25 @@ class _Parsed:
         """Raises:
         DataLossError: as :meth:`LatticeCodec.decode`; sizes are checked before anything is allocated.
         """
-        rows, width = cuts[-1].rows.stop, code_width(q_range)
-        sizes = [packed_bytes(cut.points.stop - cut.points.start, width) for cut in cuts]
-        fixed = HEADER.size + SCALE_BYTES * rows + sum(sizes)
-        if stored.nbytes < fixed:
-            raise DataLossError(f"a {LatticeCodec.name} part has {stored.nbytes} bytes, not the {fixed} it needs at least")
-        magic, mode, q_stored, reserved, exception_count, verbatim_count = HEADER.unpack_from(stored)
+        rows, code_bytes = cuts[-1].rows.stop, cuts[-1].codes.stop
+        lists = HEADER.size + SCALE_BYTES * rows + code_bytes
+        if stored.nbytes < lists:
+            raise DataLossError(f"a {LatticeCodec.name} part has {stored.nbytes} bytes, not the {lists} it needs at least")
+        magic, mode, q_stored, reserved, exceptions, verbatim = HEADER.unpack_from(stored)
         if (magic, mode, q_stored, reserved) != (MAGIC, PACKED, q_range, 0):
             raise DataLossError(f"a part is not in the format of {LatticeCodec.name} with Q = {q_range}")
-        lists = fixed + EXCEPTION_BYTES * exception_count + INDEX_BYTES * verbatim_count
-        if stored.nbytes < lists:
-            raise DataLossError(f"a {LatticeCodec.name} part has {stored.nbytes} bytes, not the {lists} its lists need")
-        at = HEADER.size
-        norms = np.frombuffer(stored, "<f2", rows, at)
-        peaks = np.frombuffer(stored, "<f2", rows, at + 2 * rows)
-        exceptions = np.frombuffer(stored, "<u4", exception_count, fixed).astype(np.int64)
-        points = np.frombuffer(stored, "<i2", POINT * exception_count, fixed + INDEX_BYTES * exception_count)
-        verbatim = np.frombuffer(stored, "<u4", verbatim_count, lists - INDEX_BYTES * verbatim_count).astype(np.int64)
+        rest = lists + EXCEPTION_BYTES * exceptions + INDEX_BYTES * verbatim
+        if stored.nbytes < rest:
+            raise DataLossError(f"a {LatticeCodec.name} part has {stored.nbytes} bytes, not the {rest} its lists need")
+        points = np.frombuffer(stored, "<i2", POINT * exceptions, lists + INDEX_BYTES * exceptions)
         parsed = cls(
-            norms=norms,
-            peaks=peaks,
-            codes=_unpacked(stored, at + SCALE_BYTES * rows, cuts, sizes, q_range),
-            exceptions=exceptions,
+            norms=np.frombuffer(stored, "<f2", rows, HEADER.size),
+            peaks=np.frombuffer(stored, "<f2", rows, HEADER.size + 2 * rows),
+            codes=stored[lists - code_bytes : lists],
+            exceptions=np.frombuffer(stored, "<u4", exceptions, lists).astype(np.int64),
             exception_points=points.reshape(-1, POINT),
-            verbatim=verbatim,
-            verbatim_values=stored[lists:],
+            verbatim=np.frombuffer(stored, "<u4", verbatim, rest - INDEX_BYTES * verbatim).astype(np.int64),
+            verbatim_values=stored[rest:],
         )
         parsed._check(geometry, cuts, q_range)
         return parsed
@@ -268,53 +266,54 @@ class _Parsed:
     def _check(self, geometry: RowGeometry, cuts: Sequence[_Cut], q_range: int) -> None:
         _check_indices(self.exceptions, cuts[-1].points.stop)
         _check_indices(self.verbatim, cuts[-1].rows.stop)
-        scales = np.concatenate([self.norms, self.peaks])
-        if not bool((scales >= 0).all() and np.isfinite(self.norms).all() and (self.peaks <= 1).all()):
+        if not bool(((self.norms >= 0) & (self.norms <= NORM_MAX)).all() and ((self.peaks >= 0) & (self.peaks <= 1)).all()):
             raise DataLossError(f"a {LatticeCodec.name} part has norms or peaks that no row has")
         if self.exception_points.size and int(np.abs(self.exception_points.astype(np.int32)).max()) > q_range:
             raise DataLossError(f"a {LatticeCodec.name} part has exceptions beyond Q = {q_range}")
-        values = sum(
-            cut.run.dim * int(np.count_nonzero((self.verbatim >= cut.rows.start) & (self.verbatim < cut.rows.stop)))
-            for cut in cuts
-        )
-        if self.verbatim_values.nbytes != values * geometry.itemsize:
+        size = sum(cut.dim * _within(self.verbatim, cut.rows).size for cut in cuts) * geometry.itemsize
+        if self.verbatim_values.nbytes != size:
             raise DataLossError(
-                f"a {LatticeCodec.name} part has {self.verbatim_values.nbytes} bytes of verbatim rows, "
-                f"not {values * geometry.itemsize}"
+                f"a {LatticeCodec.name} part has {self.verbatim_values.nbytes} bytes of verbatim rows, not {size}"
             )
+
+    def points(self, cut: _Cut, q_range: int) -> QuantisedRows:
+        """The rows of ``cut``.
+
+        Raises:
+            DataLossError: a code stands for no point.
+        """
+        width = code_width(q_range)
+        codes = unpack(np.frombuffer(self.codes[cut.codes], np.uint8), cut.points.stop - cut.points.start, width)
+        # Parity may still lead a fourth coordinate one step beyond Q: an odd value, but a finite one.
+        if int(codes.max()) >= code_count(q_range):
+            raise DataLossError(f"a {LatticeCodec.name} part has codes that stand for no point")
+        first, last = np.searchsorted(self.exceptions, (cut.points.start, cut.points.stop))
+        return QuantisedRows(
+            norms=self.norms[cut.rows],
+            peaks=self.peaks[cut.rows],
+            codes=codes,
+            exceptions=self.exceptions[first:last] - cut.points.start,
+            exception_points=self.exception_points[first:last],
+        )
 
     def restore_verbatim(self, values: npt.NDArray[np.generic], cuts: Sequence[_Cut]) -> None:
         """Put the verbatim rows into the payload's ``values``."""
-        source = np.frombuffer(self.verbatim_values, values.dtype)
+        source = np.frombuffer(self.verbatim_values, values.dtype) if self.verbatim.size else values[:0]
         at = 0
         for cut in cuts:
-            first, last = np.searchsorted(self.verbatim, (cut.rows.start, cut.rows.stop))
-            rows = values[cut.values].reshape(cut.count, cut.run.dim)
-            size = int(last - first) * cut.run.dim
-            rows[self.verbatim[first:last] - cut.rows.start] = source[at : at + size].reshape(-1, cut.run.dim)
+            kept = _within(self.verbatim, cut.rows)
+            size = kept.size * cut.dim
+            values[cut.values].reshape(cut.count, cut.dim)[kept] = source[at : at + size].reshape(kept.size, cut.dim)
             at += size
+
+
+def _within(indices: npt.NDArray[np.int64], span: slice) -> npt.NDArray[np.int64]:
+    """The ascending ``indices`` that lie in ``span``, counted from its start."""
+    first, last = np.searchsorted(indices, (span.start, span.stop))
+    inside: npt.NDArray[np.int64] = indices[first:last] - span.start
+    return inside
 
 
 def _check_indices(indices: npt.NDArray[np.int64], end: int) -> None:
     if indices.size and not (int(indices[-1]) < end and bool((np.diff(indices) > 0).all())):
         raise DataLossError(f"a {LatticeCodec.name} part lists rows or points that do not exist, or out of order")
-
-
-def _unpacked(
-    stored: memoryview, at: int, cuts: Sequence[_Cut], sizes: Sequence[int], q_range: int
-) -> list[npt.NDArray[Any]]:
-    """The codes of every run.
-
-    Raises:
-        DataLossError: a code stands for no point.
-    """
-    runs = []
-    for cut, size in zip(cuts, sizes, strict=True):
-        packed = np.frombuffer(stored, np.uint8, size, at)
-        codes = unpack(packed, cut.points.stop - cut.points.start, code_width(q_range))
-        # Parity may still lead a fourth coordinate one step beyond Q: an odd value, but a finite one.
-        if int(codes.max()) >= code_count(q_range):
-            raise DataLossError(f"a {LatticeCodec.name} part has codes that stand for no point")
-        runs.append(codes)
-        at += size
-    return runs

@@ -15,8 +15,8 @@ contiguous stretches, and the rotation splits into a butterfly between planes an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Protocol
 
 import numpy as np
@@ -31,8 +31,6 @@ Q_MAX: Final = 255
 DIM_MAX: Final = 4096
 POINT: Final = 4
 """Coordinates of a point."""
-VALUES_AT_ONCE: Final = 32_768
-"""Values of one step: its five or so float32 arrays stay in a core's second-level cache."""
 NORM_MIN, NORM_MAX = 2.0**-14, 65504.0
 """Norms that float16 holds with full precision; rows beyond are kept as they are."""
 
@@ -59,17 +57,21 @@ class QuantisedRows:
 class LatticeBackend(Protocol):
     """Who does the arithmetic: :class:`NumpyLattice`, or one for another processor that is passed to the codec."""
 
-    def quantise(self, rows: Float32Array, norms: Float32Array, q_range: int) -> QuantisedRows:
-        """Args:
-        rows: finite float32 (rows, dim).
-        norms: their norms, float32 (rows,), each 0 or in [NORM_MIN, NORM_MAX]; a row with norm 0 counts as zeros.
-        q_range: Q.
-        """
-        ...
+    @property
+    def values_at_once(self) -> int:
+        """About how many values it wants in one call. Stored bytes don't depend on it."""
 
-    def reconstruct(self, points: QuantisedRows, dim: int, q_range: int) -> Float32Array:
-        """The rows (rows, dim); codes are below :func:`code_count` and norms and peaks finite."""
-        ...
+    def quantise(self, rows: Float32Array, norms: Float32Array, q_range: int) -> QuantisedRows:
+        """Rows as points.
+
+        Args:
+            rows: finite float32 (rows, dim).
+            norms: their norms, float32 (rows,), each 0 or in [NORM_MIN, NORM_MAX]; a row with norm 0 holds zeros.
+            q_range: Q.
+        """
+
+    def reconstruct(self, points: QuantisedRows, q_range: int, out: Float32Array) -> None:
+        """Fill ``out`` (rows, dim), contiguous; codes are below :func:`code_count`, norms and peaks finite."""
 
 
 def code_count(q_range: int) -> int:
@@ -99,62 +101,58 @@ def _butterfly(planes: Float32Array, scratch: Float32Array) -> None:
     np.subtract(scratch[:2], scratch[2:], out=planes[2:])
 
 
-def _steps(rows: int, dim: int) -> Iterator[slice]:
-    at_once = max(1, VALUES_AT_ONCE // dim)
-    return (slice(first, min(rows, first + at_once)) for first in range(0, rows, at_once))
-
-
 class NumpyLattice:
     """The backend for every processor. Stateless; any thread may use it."""
+
+    values_at_once = 65_536
+    """Five or so float32 arrays of these many values stay in a core's second-level cache."""
 
     def quantise(self, rows: Float32Array, norms: Float32Array, q_range: int) -> QuantisedRows:
         count, dim = rows.shape
         points = dim // POINT
-        rotation = sylvester_hadamard(points) / np.float32(np.sqrt(dim))
-        peaks = np.empty(count, np.float16)
-        codes = np.empty((count, points), code_type(code_width(q_range)))
-        found: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int16]]] = []
-        for step in _steps(count, dim):
-            width = step.stop - step.start
-            scratch = np.empty((POINT, points, width), np.float32)
-            planes = np.ascontiguousarray(rows[step].reshape(width, points, POINT).transpose(2, 1, 0))
-            _butterfly(planes, scratch)
-            np.matmul(rotation, planes, out=scratch)
-            peaks[step] = _scale_to(scratch, norms[step], q_range)
-            nearest = _nearest_points(scratch, planes)
-            exceptions = _clip(nearest, q_range)
-            coded = _encode_points(nearest, q_range, codes.dtype)
-            if exceptions.any():
-                coded[exceptions] = 0
-                row, point = np.nonzero(exceptions.T)
-                found.append(((step.start + row) * points + point, nearest[:, point, row].T.astype(np.int16)))
-            codes[step] = coded.T
+        planes = np.array(rows.reshape(count, points, POINT).transpose(2, 1, 0), order="C")  # a copy, always
+        rotated = np.empty_like(planes)
+        _butterfly(planes, rotated)
+        np.matmul(_rotation(dim), planes, out=rotated)
+        peaks = _scale_to(rotated, norms, q_range)
+        nearest = _nearest_points(rotated, planes)
+        odd = _clip(nearest, q_range)
+        codes = _encode_points(nearest, q_range)
+        exceptions = np.empty(0, np.int64)
+        exception_points = np.empty((0, POINT), np.int16)
+        if odd is not None and odd.any():
+            codes[odd] = 0
+            row, point = np.nonzero(odd.T)
+            exceptions = row * points + point
+            exception_points = nearest[:, point, row].T.astype(np.int16)
         return QuantisedRows(
             norms=norms.astype(np.float16),
             peaks=peaks,
-            codes=codes.reshape(-1),
-            exceptions=np.concatenate([np.empty(0, np.int64), *(index for index, _ in found)]),
-            exception_points=np.concatenate([np.empty((0, POINT), np.int16), *(point for _, point in found)]),
+            codes=codes.T.reshape(-1),
+            exceptions=exceptions,
+            exception_points=exception_points,
         )
 
-    def reconstruct(self, points: QuantisedRows, dim: int, q_range: int) -> Float32Array:
-        count, per_row = points.norms.size, dim // POINT
-        rotation = sylvester_hadamard(per_row) / np.float32(np.sqrt(dim))
+    def reconstruct(self, points: QuantisedRows, q_range: int, out: Float32Array) -> None:
+        count, dim = out.shape
+        per_row = dim // POINT
+        planes = _decode_points(np.ascontiguousarray(points.codes.reshape(count, per_row).T), q_range)
+        if points.exceptions.size:
+            row, point = np.divmod(points.exceptions, per_row)
+            planes[:, point, row] = points.exception_points.T
+        rotated = np.matmul(_rotation(dim), planes)
+        _butterfly(rotated, planes)
         scales = points.norms.astype(np.float32) * points.peaks.astype(np.float32) / np.float32(q_range)
-        codes = points.codes.reshape(count, per_row)
-        rows = np.empty((count, dim), np.float32)
-        for step in _steps(count, dim):
-            width = step.stop - step.start
-            planes = _decode_points(np.ascontiguousarray(codes[step].T), q_range)
-            first, last = np.searchsorted(points.exceptions, (step.start * per_row, step.stop * per_row))
-            if first < last:
-                row, point = np.divmod(points.exceptions[first:last] - step.start * per_row, per_row)
-                planes[:, point, row] = points.exception_points[first:last].T
-            rotated = np.matmul(rotation, planes)
-            _butterfly(rotated, planes)
-            target = rows[step].reshape(width, per_row, POINT)
-            np.multiply(rotated.transpose(2, 1, 0), scales[step, None, None], out=target)
-        return rows
+        target = out.reshape(count, per_row, POINT)
+        np.multiply(rotated.transpose(2, 1, 0), scales[:, None, None], out=target)
+
+
+@lru_cache(maxsize=8)
+def _rotation(dim: int) -> Float32Array:
+    """What is left of the orthonormal matrix of ``dim`` after the butterfly between planes: (dim / 4, dim / 4)."""
+    matrix = sylvester_hadamard(dim // POINT) / np.float32(np.sqrt(dim))
+    matrix.flags.writeable = False
+    return matrix
 
 
 def _scale_to(planes: Float32Array, norms: Float32Array, q_range: int) -> npt.NDArray[np.float16]:
@@ -190,18 +188,19 @@ def _nearest_points(planes: Float32Array, scratch: Float32Array) -> Float32Array
     return nearest
 
 
-def _clip(points: Float32Array, q_range: int) -> npt.NDArray[np.bool_]:
-    """Clip to +-Q in place; true where that made a sum odd."""
+def _clip(points: Float32Array, q_range: int) -> npt.NDArray[np.bool_] | None:
+    """Clip to +-Q in place; true where that made a sum odd. None when nothing had to be clipped, the usual case."""
     if float(points.max()) <= q_range and float(points.min()) >= -q_range:
-        return np.zeros((0, 0), np.bool_)
+        return None
     np.clip(points, -q_range, q_range, out=points)
     odd: npt.NDArray[np.bool_] = (points.sum(axis=0).astype(np.int32) & 1).astype(np.bool_)
     return odd
 
 
-def _encode_points(points: Float32Array, q_range: int, kind: np.dtype[np.unsignedinteger]) -> CodeArray:
+def _encode_points(points: Float32Array, q_range: int) -> CodeArray:
+    """Planes as codes (dim / 4, rows)."""
     side = 2 * q_range + 1
-    unsigned = (points + np.float32(q_range)).astype(kind)
+    unsigned = (points + np.float32(q_range)).astype(code_type(code_width(q_range)))
     code: CodeArray = unsigned[0] * side
     code += unsigned[1]
     code *= side

@@ -39,6 +39,8 @@ ROUND_TRIP_WEIGHT: Final = 0.2
 """Weight of a new sample in the moving average of the round trip time."""
 WRONG_PSK: Final = "the other side does not accept this PSK"
 CONNECTION_LOST: Final = "the connection broke"
+REJECTIONS_OF_A_KNOWN_PEER: Final = 3
+"""Handshakes in a row that a peer which had accepted our PSK must refuse before we believe that it has another one."""
 NOT_A_NODE: Final = "what answers at this address is not a node of this fleet"
 NOBODY_THERE: Final = "nothing answers at this address"
 
@@ -139,6 +141,8 @@ class ControlClient:
         """Whether the present socket has had a TCP connection."""
         self._secured = False
         """Whether the present socket has finished a ZMTP handshake."""
+        self._rejections = 0
+        """Handshakes in a row that were refused."""
         self._link_error: str | None = None
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: SocketMonitor | None = None
@@ -351,13 +355,17 @@ class ControlClient:
         match event:
             case LinkEvent.REJECTED:
                 self.counters["handshakes_rejected"] += 1
-                self._link_failed(WRONG_PSK)
+                self._rejections += 1
+                # A process that dies during a handshake looks the same once; where our PSK was accepted, wait for proof.
+                dying = self.counters["sessions"] > 0 and self._rejections < REJECTIONS_OF_A_KNOWN_PEER
+                self._link_failed(CONNECTION_LOST if dying else WRONG_PSK)
             case LinkEvent.UNREACHED:
                 # A rejected connection is retried too; that it was rejected is the news.
                 if self._link_error is None:
                     self._link_failed(self._silence())
             case LinkEvent.SECURED:
                 self._secured = True
+                self._rejections = 0
                 self._link_error = None
                 if self._queue and self._socket is not None:
                     self.reactor.watch_writable(self._socket, True)

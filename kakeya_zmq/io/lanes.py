@@ -27,7 +27,7 @@ from kakeya_zmq.io.sockets import Address, PortRange, WakeUp
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
 from wire import limits
 from wire.errors import KakeyaError, LocalProtocolError
-from wire.messages import CipherSuite, TransferGrant
+from wire.messages import CipherSuite, LinkCodec, TransferGrant
 
 LaneEvent: TypeAlias = LaneOpened | PartsReceived | CreditEarned | LaneFinished
 Post: TypeAlias = Callable[[LaneEvent], None]
@@ -148,13 +148,22 @@ class Lane(ABC):
 class BoundSide:
     """The bound side of a transfer: makes its id, key and token, and admits one bearer of the token."""
 
-    def __init__(self, gate: Gate, host: str, port_range: PortRange | None, suite: CipherSuite, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        gate: Gate,
+        host: str,
+        port_range: PortRange | None,
+        suite: CipherSuite,
+        chunk_bytes: int,
+        link_codec: LinkCodec = LinkCodec.NONE,
+    ) -> None:
         check_chunk_bytes(chunk_bytes)
         self._gate = gate
         self._host = host
         self._port_range = port_range
         self._suite = suite
         self._chunk_bytes = chunk_bytes
+        self._link_codec = link_codec
         self._transfer_id = os.urandom(16)
         self._domain = f"{LANE_DOMAIN_KIND}/{self._transfer_id.hex()}"
 
@@ -171,6 +180,7 @@ class BoundSide:
             key=os.urandom(32),
             suite=self._suite,
             chunk_bytes=self._chunk_bytes,
+            link_codec=self._link_codec,
         )
 
     def release(self) -> None:

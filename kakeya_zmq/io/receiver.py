@@ -5,7 +5,8 @@ Rules:
 1. Everything is checked before anything is allocated for it: header, order, manifest, wanted parts, budget, plan.
 2. A part is shown only when every byte of it is verified. What a broken transfer delivered before stays valid.
 3. Each part has a buffer of its own, so that evicting it frees its memory.
-4. Credit is earned by bytes that were processed, in steps of about a quarter of the initial credit.
+4. Credit is earned by bytes that were processed, in steps of about a quarter of the initial credit. What counts are the
+   bytes of parts and manifests, whatever a link encoding made of them on the way.
 5. The first violation ends the transfer: over one TCP connection nothing honest arrives twice, torn or out of order.
 """
 
@@ -18,6 +19,7 @@ from typing import Final
 import zmq
 
 from kakeya_zmq.blocks import Part
+from kakeya_zmq.codecs.link import FrameDecoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import BoundSide, ConnectingSide, Lane, Post, ZmqContext
@@ -28,7 +30,7 @@ from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind, ChunkPlan, ChunkSpan, decode_manifest, iterate_chunks, plan_bytes
 from wire.errors import DataLossError, RemoteProtocolError
-from wire.messages import CipherSuite, PartMeta, PartRef, TransferGrant
+from wire.messages import CipherSuite, LinkCodec, PartMeta, PartRef, TransferGrant
 
 _CREDIT_STEPS: Final = 4
 
@@ -104,6 +106,7 @@ class ReceiverLane(Lane):
         post: Post,
         idle_timeout_s: float,
         credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
+        link_codec: LinkCodec = LinkCodec.NONE,
     ) -> ReceiverLane:
         """Accept one publish of exactly these parts: bind a one-shot PULL and post LaneOpened. Digests are verified.
 
@@ -112,7 +115,7 @@ class ReceiverLane(Lane):
         """
         budget_bytes = sum(meta.length_bytes for meta in expected)
         filter_ = PartFilter({(meta.block_hash, meta.kind): meta for meta in expected}, budget_bytes)
-        side = BoundSide(gate, host, port_range, suite, chunk_bytes)
+        side = BoundSide(gate, host, port_range, suite, chunk_bytes, link_codec)
         receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, verify_digests=True)
         receiver._thread.start()
         return receiver
@@ -149,21 +152,21 @@ class ReceiverLane(Lane):
                 if not self._wait(zmq.POLLIN, timed=True):
                     return False, "no data came in time"
                 continue
-            header, parts = self._receive_chunk(packed)
+            header, content_bytes, parts = self._receive_chunk(packed)
             self._made_progress()
             if header.kind is ChunkKind.DATA:
-                self._transferred_bytes += header.length_bytes
+                self._transferred_bytes += content_bytes
             if parts:
                 self._post(PartsReceived(self._lane, parts))
             if header.final:
                 missing = self._filter.missing
                 return missing == 0, f"the sender ended with {missing} parts missing" if missing else ""
-            processed_bytes += header.length_bytes
+            processed_bytes += content_bytes
             if processed_bytes > self._credit_step_bytes:
                 self._post(CreditEarned(self._lane, processed_bytes))
                 processed_bytes = 0
 
-    def _receive_chunk(self, packed: bytes) -> tuple[ChunkHeader, tuple[Part, ...]]:
+    def _receive_chunk(self, packed: bytes) -> tuple[ChunkHeader, int, tuple[Part, ...]]:
         """The rest of a message whose first frame is ``packed``. A message is there as a whole or not at all."""
         header = ChunkHeader.unpack(packed)
         if not self._socket.getsockopt(zmq.RCVMORE):
@@ -172,7 +175,7 @@ class ReceiverLane(Lane):
         frame = self._socket.recv(zmq.DONTWAIT, copy=False)
         if frame.more:
             raise RemoteProtocolError("a chunk has more than one body")
-        return header, self._assembler.on_chunk(packed, header, frame.buffer)
+        return header, *self._assembler.on_chunk(packed, header, frame.buffer)
 
 
 class PartFilter:
@@ -209,7 +212,7 @@ class Assembler:
     """Turns the chunks of one transfer into parts; owns no socket.
 
     Args:
-        grant: the transfer's id, key, suite and chunk size.
+        grant: the transfer's id, key, suite, chunk size and link codec.
         filter_: what may come; its ``missing`` is counted down with each whole part.
         verify_digests: whether each part's SHA-256 is checked.
     """
@@ -219,6 +222,8 @@ class Assembler:
         self._filter = filter_
         self._verify_digests = verify_digests
         self._sealer = ChunkSealer(grant.suite, grant.key)
+        self._decoder = None if grant.link_codec is LinkCodec.NONE else FrameDecoder()
+        self._frame_bytes = 0 if self._decoder is None else limits.LINK_FRAME_BYTES
         self._next_index = 0
         self._batch = -1
         self._metas: tuple[PartMeta, ...] = ()
@@ -227,28 +232,29 @@ class Assembler:
         self._scratch: memoryview | None = None
         self._partial: memoryview | None = None
 
-    def on_chunk(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> tuple[Part, ...]:
-        """Take the next chunk; the parts it completed, verified, in order.
+    def on_chunk(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> tuple[int, tuple[Part, ...]]:
+        """Take the next chunk: its bytes before any link encoding, and the parts it completed, verified, in order.
 
         Raises:
             RemoteProtocolError: the sender broke a rule (AuthenticationError: the seal does not hold).
-            DataLossError: a part is not what its digest says.
+            DataLossError: a part is not what its digest says, or a frame is broken.
         """
         if header.transfer_id != self._grant.transfer_id:
             raise RemoteProtocolError("a chunk of another transfer came")
         if header.index != self._next_index:
             raise RemoteProtocolError(f"chunk {header.index} came instead of {self._next_index}")
-        if header.length_bytes > self._grant.chunk_bytes:
-            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes; {self._grant.chunk_bytes} were agreed")
+        bytes_max = self._grant.chunk_bytes + (self._frame_bytes if header.kind is ChunkKind.DATA else 0)
+        if header.length_bytes > bytes_max:
+            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes; {bytes_max} were agreed")
         if sealed.nbytes != header.length_bytes + SEAL_BYTES:
             raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes is sealed in {sealed.nbytes}")
         if header.kind is ChunkKind.MANIFEST:
             self._on_manifest(packed, header, sealed)
-            parts: tuple[Part, ...] = ()
+            opened: tuple[int, tuple[Part, ...]] = header.length_bytes, ()
         else:
-            parts = self._on_data(packed, header, sealed)
+            opened = self._on_data(packed, header, sealed)
         self._next_index += 1
-        return parts
+        return opened
 
     def _on_manifest(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> None:
         if self._plan is not None:
@@ -267,34 +273,34 @@ class Assembler:
         self._plans = iterate_chunks([meta.length_bytes for meta in metas], self._grant.chunk_bytes)
         self._plan = next(self._plans, None)
 
-    def _on_data(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> tuple[Part, ...]:
+    def _on_data(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> tuple[int, tuple[Part, ...]]:
         plan = self._plan
         if plan is None or header.batch != self._batch:
             raise RemoteProtocolError("a data chunk came that no manifest announced")
-        if header.length_bytes != plan_bytes(plan):
-            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes; the manifest says {plan_bytes(plan)}")
+        content_bytes = plan_bytes(plan)
+        # A frame may be any shorter: what is in it is checked when it is decoded.
+        fits = header.length_bytes == content_bytes or (
+            self._decoder is not None and header.length_bytes <= content_bytes + self._frame_bytes
+        )
+        if not fits:
+            raise RemoteProtocolError(f"a chunk of {header.length_bytes} bytes; the manifest says {content_bytes}")
         following = next(self._plans, None)
         if header.final and following is not None:
             raise RemoteProtocolError("the transfer ended before the parts of its last manifest")
-        parts = (
-            self._open_piece(packed, header, sealed, plan[0])
-            if len(plan) == 1
-            else self._open_several(packed, header, sealed, plan)
-        )
+        if self._decoder is not None:
+            parts = self._open_frame(self._decoder, packed, header, sealed, plan)
+        elif len(plan) == 1:
+            parts = self._open_piece(packed, header, sealed, plan[0])
+        else:
+            parts = self._open_several(packed, header, sealed, plan)
         self._plan = following
-        return parts
+        return content_bytes, parts
 
     def _open_piece(self, packed: bytes, header: ChunkHeader, sealed: memoryview, span: ChunkSpan) -> tuple[Part, ...]:
         """A chunk that is one part, or one piece of one, goes straight into that part's buffer."""
-        meta = self._metas[span.part]
-        end = span.offset + span.length_bytes
-        buffer = allocate(meta.length_bytes) if self._partial is None else self._partial
-        self._sealer.open_into(packed, header.index, sealed, buffer[span.offset : end])
-        if end < meta.length_bytes:
-            self._partial = buffer
-            return ()
-        self._partial = None
-        return (self._whole(meta, buffer),)
+        buffer = self._buffer(span)
+        self._sealer.open_into(packed, header.index, sealed, _within(buffer, span))
+        return self._filled(span, buffer)
 
     def _open_several(self, packed: bytes, header: ChunkHeader, sealed: memoryview, plan: ChunkPlan) -> tuple[Part, ...]:
         """Several whole parts are opened together, then copied apart while they are in the CPU's cache."""
@@ -308,9 +314,31 @@ class Assembler:
             parts.append(self._whole(self._metas[span.part], buffer))
         return tuple(parts)
 
+    def _open_frame(
+        self, decoder: FrameDecoder, packed: bytes, header: ChunkHeader, sealed: memoryview, plan: ChunkPlan
+    ) -> tuple[Part, ...]:
+        """A frame is opened as it came, then decoded into the parts' buffers. Those were announced and fit the budget."""
+        frame = self._open_scratch(packed, header, sealed)
+        buffers = [self._buffer(span) for span in plan]
+        decoder.decode(frame, [_within(buffer, span) for span, buffer in zip(plan, buffers, strict=True)])
+        return tuple(part for span, buffer in zip(plan, buffers, strict=True) for part in self._filled(span, buffer))
+
+    def _buffer(self, span: ChunkSpan) -> memoryview:
+        """The buffer of the part that ``span`` belongs to."""
+        return allocate(self._metas[span.part].length_bytes) if self._partial is None else self._partial
+
+    def _filled(self, span: ChunkSpan, buffer: memoryview) -> tuple[Part, ...]:
+        """The part, if ``span`` was its last piece."""
+        meta = self._metas[span.part]
+        if span.offset + span.length_bytes < meta.length_bytes:
+            self._partial = buffer
+            return ()
+        self._partial = None
+        return (self._whole(meta, buffer),)
+
     def _open_scratch(self, packed: bytes, header: ChunkHeader, sealed: memoryview) -> memoryview:
         if self._scratch is None:
-            self._scratch = allocate(self._grant.chunk_bytes)
+            self._scratch = allocate(self._grant.chunk_bytes + self._frame_bytes)
         count = self._sealer.open_into(packed, header.index, sealed, self._scratch)
         return self._scratch[:count]
 
@@ -320,3 +348,7 @@ class Assembler:
             raise DataLossError("a part is not what its digest says")
         self._filter.missing -= 1
         return Part(meta=meta, payload=buffer.toreadonly())
+
+
+def _within(buffer: memoryview, span: ChunkSpan) -> memoryview:
+    return buffer[span.offset : span.offset + span.length_bytes]

@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A chunk leaves only if its plaintext fits the remaining credit, so bytes in flight never exceed what was granted.
+1. A chunk leaves only if its content fits the remaining credit, so bytes in flight never exceed what was granted. Credit
+   counts the bytes of parts and manifests before any link encoding: both sides know them without asking.
 2. A slot is written again only when libzmq has let go of it (its tracker is done): a zero-copy send reads it later.
 3. After the last chunk the socket stays open until ``close``: closing a PUSH early can lose what the kernel still holds.
 4. The idle timeout runs while there is something to send or the receiver's last word is missing, not while the lane
@@ -20,16 +21,18 @@ from typing import Final
 import zmq
 
 from kakeya_zmq.blocks import Part
+from kakeya_zmq.codecs.link import NAMES, FrameEncoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import allocate
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import LaneId, LaneOpened
+from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind, encode_manifest, iterate_chunks, manifest_parts_max
 from wire.errors import LocalProtocolError
-from wire.messages import CipherSuite, TransferGrant
+from wire.messages import CipherSuite, LinkCodec, TransferGrant, ValueBytes
 
 RING_SLOTS: Final = 4
 """One is sealed while the others leave. Six cost the same processor time here; four of the default size (8 MiB) stay in
@@ -44,10 +47,11 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk before sealing."""
+    """A chunk before sealing. ``content_bytes``: before link encoding; this is what credit counts."""
 
     header: ChunkHeader
     buffers: tuple[memoryview, ...]
+    content_bytes: int
 
 
 class _Slot:
@@ -74,9 +78,11 @@ class SenderLane(Lane):
         idle_timeout_s: float,
         credit_bytes: int,
         side: BoundSide | ConnectingSide,
+        value_bytes: ValueBytes,
     ) -> None:
         super().__init__(context, lane, post, idle_timeout_s)
         self._side = side
+        self._value_bytes = value_bytes
         self._fed: deque[_Batch] = deque()
         self._final_fed = False
         self._earned_bytes = 0
@@ -86,7 +92,7 @@ class SenderLane(Lane):
         self._sealer: ChunkSealer
         self._source: _ChunkSource
         self._next: _Chunk | None = None
-        self._sealed: tuple[bytes, _Slot, memoryview, int] | None = None
+        self._sealed: tuple[bytes, _Slot, memoryview] | None = None
         self._slots: list[_Slot] = []
         self._final_sent = False
 
@@ -104,22 +110,26 @@ class SenderLane(Lane):
         credit_bytes: int,
         post: Post,
         idle_timeout_s: float,
+        link_codec: LinkCodec = LinkCodec.NONE,
+        value_bytes: ValueBytes = 1,
     ) -> SenderLane:
         """Serve one transfer: bind a one-shot PUSH and post LaneOpened; then feed it.
 
         Args:
             host: address of this machine to listen on.
             port_range: None for an ephemeral port.
-            chunk_bytes: largest plaintext of a chunk.
-            credit_bytes: plaintext bytes that may be sent before the first :meth:`add_credit`.
+            chunk_bytes: largest content of a chunk.
+            credit_bytes: bytes of content that may be sent before the first :meth:`add_credit`.
             idle_timeout_s: see the module's rule 4.
+            link_codec: how data chunks are packed.
+            value_bytes: width of a value in the parts, for the codec.
 
         Raises:
             LocalProtocolError: chunk size out of range, or larger than the credit (nothing could ever be sent).
         """
         _check_credit(credit_bytes, chunk_bytes)
-        side = BoundSide(gate, host, port_range, suite, chunk_bytes)
-        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, side)
+        side = BoundSide(gate, host, port_range, suite, chunk_bytes, link_codec)
+        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, side, value_bytes)
         sender._thread.start()
         return sender
 
@@ -135,14 +145,17 @@ class SenderLane(Lane):
         parts: Sequence[Part],
         post: Post,
         idle_timeout_s: float,
+        value_bytes: ValueBytes = 1,
     ) -> SenderLane:
         """Push exactly ``parts`` to the peer that granted it; as :meth:`bind`, but there is no LaneOpened.
+
+        The grant names the link codec.
 
         Raises:
             LocalProtocolError: as :meth:`bind`.
         """
         _check_credit(credit_bytes, grant.chunk_bytes)
-        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, ConnectingSide(host, grant))
+        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, ConnectingSide(host, grant), value_bytes)
         sender.feed(parts, final=True)
         sender._thread.start()
         return sender
@@ -181,7 +194,7 @@ class SenderLane(Lane):
             self._socket.close(linger=0)
             raise
         self._sealer = ChunkSealer(self._grant.suite, self._grant.key)
-        self._source = _ChunkSource(self._grant)
+        self._source = _ChunkSource(self._grant, self._value_bytes)
         if isinstance(self._side, BoundSide):
             self._post(LaneOpened(self._lane, self._grant))
 
@@ -219,12 +232,12 @@ class SenderLane(Lane):
         """Seal and send the next chunk as far as possible; True if it left."""
         if self._sealed is None:
             slot = self._free_slot()
-            if slot is None or chunk.header.length_bytes > self._credit_bytes:
+            if slot is None or chunk.content_bytes > self._credit_bytes:
                 return False
             packed = chunk.header.pack()
             count = self._sealer.seal_into(packed, chunk.header.index, chunk.buffers, slot.buffer)
-            self._sealed = (packed, slot, slot.buffer[:count], chunk.header.length_bytes)
-        packed, slot, view, length_bytes = self._sealed
+            self._sealed = (packed, slot, slot.buffer[:count])
+        packed, slot, view = self._sealed
         try:
             self._socket.send(packed, zmq.DONTWAIT | zmq.SNDMORE)
         except zmq.Again:
@@ -235,10 +248,10 @@ class SenderLane(Lane):
         slot.tracker = self._socket.send(view, copy=False, track=True)
         self._sealed = None
         self._next = None
-        self._credit_bytes -= length_bytes
+        self._credit_bytes -= chunk.content_bytes
         self._final_sent = chunk.header.final
         if chunk.header.kind is ChunkKind.DATA:
-            self._transferred_bytes += length_bytes
+            self._transferred_bytes += chunk.content_bytes
         return True
 
     def _free_slot(self) -> _Slot | None:
@@ -247,14 +260,17 @@ class SenderLane(Lane):
                 return slot
         if len(self._slots) == RING_SLOTS:
             return None
-        self._slots.append(_Slot(self._grant.chunk_bytes + SEAL_BYTES))
+        frame_bytes = 0 if self._grant.link_codec is LinkCodec.NONE else limits.LINK_FRAME_BYTES
+        self._slots.append(_Slot(self._grant.chunk_bytes + frame_bytes + SEAL_BYTES))
         return self._slots[-1]
 
 
 class _ChunkSource:
-    """Cuts fed batches into numbered chunks, one at a time; can go on after it ran dry."""
+    """Cuts fed batches into numbered chunks, one at a time, and packs them; can go on after it ran dry."""
 
-    def __init__(self, grant: TransferGrant) -> None:
+    def __init__(self, grant: TransferGrant, value_bytes: ValueBytes) -> None:
+        self._encoder = None if grant.link_codec is LinkCodec.NONE else FrameEncoder(NAMES[grant.link_codec])
+        self._value_bytes = value_bytes
         self._transfer_id = grant.transfer_id
         self._chunk_bytes = grant.chunk_bytes
         self._waiting: deque[_Batch] = deque()
@@ -289,16 +305,20 @@ class _ChunkSource:
         self._batch += 1
 
     def _chunk(self, kind: ChunkKind, *, final: bool, buffers: tuple[memoryview, ...]) -> _Chunk:
+        content_bytes = length_bytes = sum(buffer.nbytes for buffer in buffers)
+        if self._encoder is not None and kind is ChunkKind.DATA:
+            frame = self._encoder.encode(buffers, self._value_bytes)
+            buffers, length_bytes = (frame,), frame.nbytes
         header = ChunkHeader(
             kind=kind,
             final=final,
             transfer_id=self._transfer_id,
             index=self._index,
             batch=self._batch,
-            length_bytes=sum(buffer.nbytes for buffer in buffers),
+            length_bytes=length_bytes,
         )
         self._index += 1
-        return _Chunk(header, buffers)
+        return _Chunk(header, buffers, content_bytes)
 
 
 def _check_credit(credit_bytes: int, chunk_bytes: int) -> None:

@@ -141,6 +141,11 @@ class MlxEngine:
     def facts(self) -> ModelFacts:
         return self._facts
 
+    @property
+    def layout(self) -> CacheLayout:
+        """How the model's KV state is cut into parts."""
+        return self._layout
+
     def handle(self, command: Command) -> Iterator[Event]:
         """Run a command step by step; nothing happens before the first ``next()``. Closing the iterator cancels the rest."""
         return self._run(command)

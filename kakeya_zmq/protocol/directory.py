@@ -89,7 +89,10 @@ class PullRound:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A node appeared or its card changed. ``restarted``: its incarnation is new, so its leases and jobs are gone."""
+    """A node appeared or its card changed. ``restarted``: its incarnation is new, so its leases and jobs are gone.
+
+    A node that restarts after its card expired both appears and has restarted.
+    """
 
     card: Card
     appeared: bool
@@ -249,7 +252,8 @@ class Directory:
             return [CardRefused(f"a card is not taken: {NODES_MAX} nodes are known already")]
         self._remember(node_id, identity or _Identity(card.identity_public_key))
         self._held[node_id] = arrived
-        restarted = held is not None and card.incarnation != held.card.incarnation
+        known = held.version if held is not None else identity.expired if identity is not None else None
+        restarted = known is not None and card.incarnation != known[0]
         return [PeerChanged(card=card, appeared=held is None, restarted=restarted)]
 
     def _remember(self, node_id: str, identity: _Identity) -> None:

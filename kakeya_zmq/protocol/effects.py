@@ -17,6 +17,7 @@ from wire.errors import FailureCode
 from wire.ids import NodeId
 from wire.messages import (
     CipherSuite,
+    LinkCodec,
     PartMeta,
     PartRef,
     ProgressBody,
@@ -24,6 +25,7 @@ from wire.messages import (
     RequestBody,
     TransferGrant,
     UpdateBody,
+    ValueBytes,
 )
 
 RequestKey = NewType("RequestKey", tuple[bytes, int])
@@ -194,6 +196,8 @@ class BindSender:
     suite: CipherSuite
     chunk_bytes: int
     credit_bytes: int
+    link_codec: LinkCodec = LinkCodec.NONE
+    value_bytes: ValueBytes = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +209,7 @@ class ConnectSender:
     grant: TransferGrant
     credit_bytes: int
     parts: tuple[Part, ...]
+    value_bytes: ValueBytes = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +237,7 @@ class BindReceiver:
     suite: CipherSuite
     chunk_bytes: int
     expected: tuple[PartMeta, ...]
+    link_codec: LinkCodec = LinkCodec.NONE
 
 
 @dataclass(frozen=True, slots=True)

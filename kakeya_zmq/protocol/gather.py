@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from kakeya_zmq.blocks import ROOT_HASH, Block
 from kakeya_zmq.coverage import describe_gap
-from kakeya_zmq.planner import LinkShare, MeasuredRates, decide_import
+from kakeya_zmq.planner import LinkShare, MeasuredRates, decide_import, decide_link_codec
 from kakeya_zmq.protocol.effects import (
     Ask,
     AskFailed,
@@ -50,6 +50,7 @@ from wire.errors import RemoteProtocolError
 from wire.messages import (
     Credit,
     Fetch,
+    LinkCodec,
     Lookup,
     LookupReply,
     PartKind,
@@ -80,6 +81,7 @@ class _Fetch:
     started: float
     grant_deadline: float
     lane: LaneId | None = None
+    codec: LinkCodec = LinkCodec.NONE
     ask_open: bool = True
 
 
@@ -352,12 +354,21 @@ class Gathering:
         ask = self._ids.ask()
         remaining_s = max(0.001, self._stage_deadline - now)
         peer.fetch = _Fetch(ask, refs, started=now, grant_deadline=now + self._settings.fetch_idle_timeout_s)
+        settings = self._settings
+        size_bytes = sum(peer.part_bytes[ref.kind] for ref in refs)
+        link = decide_link_codec(
+            settings.link_compression, peer.view.node_id, size_bytes, self._rates, frame_bytes=settings.chunk_bytes
+        )
+        if link.codec is not LinkCodec.NONE:
+            self._holdings.reason(link.describe())
         body = Fetch(
             lease_id=peer.lease_id,
             parts=refs,
-            suites=self._settings.suites,
-            chunk_bytes_max=self._settings.chunk_bytes,
-            credit_bytes=self._settings.credit_bytes,
+            suites=settings.suites,
+            chunk_bytes_max=settings.chunk_bytes,
+            credit_bytes=settings.credit_bytes,
+            link_codec=link.codec,
+            value_bytes=settings.value_bytes,
         )
         return [Count("fetches"), Ask(ask, peer.view.node_id, body, remaining_s)]
 
@@ -369,6 +380,7 @@ class Gathering:
                 if fetch.lane is not None:
                     return []
                 fetch.lane = self._ids.lane()
+                fetch.codec = grant.link_codec
                 budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
                 idle_s = self._settings.fetch_idle_timeout_s
                 return [ConnectReceiver(fetch.lane, peer.view.node_id, grant, fetch.refs, budget_bytes, idle_s)]
@@ -404,7 +416,7 @@ class Gathering:
         elapsed_ms = (now - fetch.started) * 1000.0
         self._holdings.spend(self._origin(peer), 0, elapsed_ms)
         if transferred_bytes >= LINK_SAMPLE_BYTES_MIN:
-            self._rates.observe_link(peer.view.node_id, transferred_bytes, elapsed_ms)
+            self._rates.observe_link(peer.view.node_id, transferred_bytes, elapsed_ms, fetch.codec)
         if fetch.ask_open:
             effects.append(SendUpdate(fetch.ask, TransferDone(complete=True)))
             self._closing.add(fetch.ask)
@@ -441,7 +453,8 @@ class Gathering:
                     effects += self._distrust(peer, "did not answer a lookup in time")
             return [*effects, *self._begin_fetching(now)]
         if now >= self._stage_deadline:
-            effects = self._holdings.fallback("fetching took too long")
+            late_names = ", ".join(peer.name for peer in self._peers if peer.fetch is not None)
+            effects = self._holdings.fallback(f"fetching from {late_names} took too long")
             for peer in self._peers:
                 if peer.fetch is not None:
                     effects += [*self._drop_fetch(peer, "fetch timed out"), Count("fetch_failures")]

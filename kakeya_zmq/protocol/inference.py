@@ -172,6 +172,13 @@ class InferenceService:
         waiting = any(session.operation or session.pending for session in self._sessions.values())
         return waiting or bool(self._captures) or bool(self._appends)
 
+    @property
+    def unpublished(self) -> int:
+        """Sessions, closed ones included, whose new parts have not been handed over for publishing yet."""
+        captured = [capture.session for capture in self._captures.values() if capture.session.options.publish]
+        waiting = [session for session in self._sessions.values() if session.pending]
+        return len({session.session_id for session in [*captured, *waiting]})
+
     def deadline(self) -> float | None:
         times = [due for append in self._appends if (due := append.preparation.deadline()) is not None]
         for session in self._sessions.values():
@@ -220,7 +227,7 @@ class InferenceService:
                 session = self._session(session_id)
                 state = SessionState(
                     history_tokens=len(session.history),
-                    kv_bytes=self._session_kv_bytes(session.engine_session),
+                    kv_bytes=self._session_kv_bytes(session.session_id),
                     idle_ms=max(0, int((now - session.last_used) * 1000)),
                     busy=session.operation is not None,
                 )
@@ -253,7 +260,7 @@ class InferenceService:
             max_context_tokens=self._facts.max_context_tokens,
             eos_token_ids=body.eos_token_ids or self._facts.eos_token_ids,
         )
-        effects.append(RunCommand(self._ids.ticket(), OpenSession(session.engine_session)))
+        effects.append(RunCommand(self._ids.ticket(), OpenSession(session.session_id)))
         return [*effects, Count("sessions_created"), SendReply(key, created)]
 
     def _close(self, session: Session, reason: str, now: float) -> list[InferenceEffect]:
@@ -277,15 +284,15 @@ class InferenceService:
                 assert_never(operation)
         if session.capture is None:
             effects += self._flush(session)
-        effects.append(RunCommand(self._ids.ticket(), CloseEngineSession(session.engine_session)))
+        effects.append(RunCommand(self._ids.ticket(), CloseEngineSession(session.session_id)))
         return effects
 
     def _start_over(self, session: Session) -> list[InferenceEffect]:
         """Empty the session's KV (the store still has the blocks): it does not belong to the history any more."""
-        close = RunCommand(self._ids.ticket(), CloseEngineSession(session.engine_session))
-        session.engine_number += 1
         session.live_position = 0
-        return [Count("sessions_restarted"), close, RunCommand(self._ids.ticket(), OpenSession(session.engine_session))]
+        close, reopen = CloseEngineSession(session.session_id), OpenSession(session.session_id)
+        commands = [RunCommand(self._ids.ticket(), close), RunCommand(self._ids.ticket(), reopen)]
+        return [Count("sessions_restarted"), *commands]
 
     def _tick(self, now: float) -> list[InferenceEffect]:
         effects: list[InferenceEffect] = []
@@ -322,7 +329,7 @@ class InferenceService:
         if len(body.tokens) == 0 and not session.lost:
             explanation = Explanation(prompt_tokens=len(tokens), sources=(), reasons=(), elapsed_ms=0.0)
             return [SendReply(key, Appended(history_tokens=len(tokens), explanation=explanation))]
-        request = PreparationRequest(session.engine_session, tokens, session.live_position, session.options)
+        request = PreparationRequest(session.session_id, tokens, session.live_position, session.options)
         preparation = self._make_preparation(request, now)
         operation = Appending(key, session, preparation, tokens)
         session.operation = operation
@@ -427,7 +434,7 @@ class InferenceService:
         last_token = int(session.history[-1])
         return [
             Count("generations"),
-            RunCommand(ticket, Decode(session.engine_session, last_token, body.max_tokens, eos, sampling)),
+            RunCommand(ticket, Decode(session.session_id, last_token, body.max_tokens, eos, sampling)),
         ]
 
     def _from_engine(self, event: CommandEvent | CommandEnded, ticket: Ticket, now: float) -> list[InferenceEffect]:
@@ -503,7 +510,7 @@ class InferenceService:
         ticket = self._ids.ticket()
         session.capture = Capturing(session, self._make_chain(session.history[: session.live_position]))
         self._captures[ticket] = session.capture
-        return [RunCommand(ticket, Capture(session.engine_session, session.captured))]
+        return [RunCommand(ticket, Capture(session.session_id, session.captured))]
 
     def _capture_event(
         self, ticket: Ticket, capture: Capturing, event: CommandEvent | CommandEnded, now: float

@@ -98,13 +98,12 @@ class Capturing:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One inference session."""
+    """One inference session; the engine knows it by the same id."""
 
     session_id: str
     options: CreateSession
     last_used: float
     history: TokenArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    engine_number: int = 0
     live_position: int = 0
     """Tokens of the history whose KV the engine session holds."""
     captured: int = 0
@@ -115,15 +114,6 @@ class Session:
     """Parts that wait to be published."""
     publish_at: float | None = None
     closed: bool = False
-
-    @property
-    def engine_session(self) -> str:
-        """The engine's name of the session: another one each time it starts over.
-
-        A command that is cancelled before its turn reports the position that its engine session has then, with the
-        commands before it still to come. Under one name a close and open waiting in front would make that a lie.
-        """
-        return f"{self.session_id}.{self.engine_number}"
 
     @property
     def decodable(self) -> bool:

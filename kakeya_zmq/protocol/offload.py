@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kakeya_zmq.blocks import needed_parts
-from kakeya_zmq.planner import MeasuredRates, WorkerOffer, rank_workers
+from kakeya_zmq.planner import MeasuredRates, WorkerOffer, decide_link_codec, rank_workers
 from kakeya_zmq.protocol.effects import (
     Ask,
     AskFailed,
@@ -47,6 +47,7 @@ from wire.messages import (
     JobAccepted,
     JobProgress,
     JobResult,
+    LinkCodec,
     PartRef,
     SourceKind,
     SubmitJob,
@@ -180,9 +181,6 @@ class Offload:
         task, rates = self._task, self._rates
         base = self._base()
         at_hand = max(task.live_position, self._holdings.reach(self._holdings.has).position)
-        sizes = task.facts.part_bytes_per_token
-        transfer_bytes = estimate_bytes(task.target, task.facts.requirement, sizes)
-        transfer_bytes -= estimate_bytes(base, task.facts.requirement, sizes)
         offers = [
             WorkerOffer(
                 node_id=worker.node_id,
@@ -198,7 +196,7 @@ class Offload:
             offers,
             worker_tokens=task.target - base,
             local_tokens=task.target - at_hand,
-            transfer_bytes=max(0, transfer_bytes),
+            transfer_bytes=self._transfer_bytes(base),
             rates=rates,
             minimum_savings_ratio=self._settings.minimum_savings_ratio,
             penalty_ms=self._settings.compute_penalty_ms,
@@ -208,6 +206,12 @@ class Offload:
             if not decision.accepted:
                 self._holdings.reason(decision.describe())
         return [decision.node_id for decision in decisions if decision.accepted]
+
+    def _transfer_bytes(self, base: int) -> int:
+        """What a worker would send of a prompt that is at hand up to ``base``."""
+        facts, target = self._task.facts, self._task.target
+        upper = estimate_bytes(target, facts.requirement, facts.part_bytes_per_token)
+        return max(0, upper - estimate_bytes(base, facts.requirement, facts.part_bytes_per_token))
 
     def _next(self, now: float) -> list[Effect]:
         task = self._task
@@ -225,14 +229,22 @@ class Offload:
         patience_s = self._patience_s(node_id)
         self._attempt = _Attempt(ask, node_id, wanted, now, patience_s, now + patience_s)
         self._report(base, task.target)
+        settings = self._settings
+        link = decide_link_codec(
+            settings.link_compression, node_id, self._transfer_bytes(base), self._rates, frame_bytes=settings.chunk_bytes
+        )
+        if link.codec is not LinkCodec.NONE:
+            self._holdings.reason(link.describe())
         body = SubmitJob(
             job_id=self._random_bytes(JOB_ID_BYTES),
             fingerprint=task.fingerprint,
             tokens=task.tokens.astype("<i4", copy=False).tobytes(),
             have_tokens=base,
-            suites=self._settings.suites,
-            chunk_bytes_max=self._settings.chunk_bytes,
-            credit_bytes=self._settings.credit_bytes,
+            suites=settings.suites,
+            chunk_bytes_max=settings.chunk_bytes,
+            credit_bytes=settings.credit_bytes,
+            link_codec=link.codec,
+            value_bytes=settings.value_bytes,
         )
         return [Count("remote_jobs"), Ask(ask, node_id, body, max(0.001, self._stage_deadline - now))]
 

@@ -8,12 +8,12 @@ from typing import TypeAlias
 
 from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.engine import ModelFacts, TokenArray
-from kakeya_zmq.planner import MINIMUM_SAVINGS_RATIO_DEFAULT
+from kakeya_zmq.planner import LINK_COMPRESSION_CHOICES, MINIMUM_SAVINGS_RATIO_DEFAULT
 from kakeya_zmq.protocol.effects import AskId, LaneId, Ticket
 from wire import limits
 from wire.errors import LocalProtocolError
 from wire.ids import NodeId
-from wire.messages import CipherSuite, Explanation, PrefillPolicy, SourceKind
+from wire.messages import CipherSuite, Explanation, PrefillPolicy, SourceKind, ValueBytes
 
 ValueSetter: TypeAlias = Callable[[str, int | str], None]
 """Replaces a gauge or text of the ``prefill`` telemetry section (kakeya_zmq.telemetry.Counters.set)."""
@@ -86,6 +86,10 @@ class PreparationSettings:
     suites: tuple[CipherSuite, ...] = (CipherSuite.AES_256_GCM, CipherSuite.SECRETBOX)
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT
     credit_bytes: int = limits.CREDIT_BYTES_DEFAULT
+    link_compression: str = "auto"
+    """One of planner.LINK_COMPRESSION_CHOICES."""
+    value_bytes: ValueBytes = 1
+    """Width of a value in the parts, for link codecs."""
     early_import_bytes: int = 4 * limits.MIB
     """Parts are copied into the engine in batches of at least this size while others are on their way."""
     peers_max: int = 8
@@ -102,6 +106,8 @@ class PreparationSettings:
         )
         if min(times) <= 0 or self.max_import_bytes <= 0 or self.credit_bytes <= 0 or self.peers_max <= 0:
             raise LocalProtocolError("preparation limits must be positive")
+        if self.link_compression not in LINK_COMPRESSION_CHOICES:
+            raise LocalProtocolError(f"there is no link compression {self.link_compression!r}")
         if self.remote_minimum_tokens < 0 or not 0 <= self.minimum_savings_ratio < 1 or not self.suites:
             raise LocalProtocolError("preparation thresholds out of range")
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kakeya_zmq.blocks import Part
-from kakeya_zmq.planner import rank_replicas
+from kakeya_zmq.planner import LINK_COMPRESSION_CHOICES, MeasuredRates, decide_link_codec, rank_replicas
 from kakeya_zmq.protocol.effects import (
     AddCredit,
     Ask,
@@ -45,7 +45,7 @@ from wire import limits
 from wire.codec import unpack_bitmap
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
-from wire.messages import CipherSuite, Credit, PublishGrant, PublishOffer, PublishResult
+from wire.messages import CipherSuite, Credit, PublishGrant, PublishOffer, PublishResult, ValueBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,10 @@ class PublishSettings:
     stall_timeout_s: float = 15.0
     suites: tuple[CipherSuite, ...] = (CipherSuite.AES_256_GCM, CipherSuite.SECRETBOX)
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT
+    link_compression: str = "auto"
+    """One of planner.LINK_COMPRESSION_CHOICES. The rate of a link is learned from fetches, and taken for both ways."""
+    value_bytes: ValueBytes = 1
+    """Width of a value in the parts, for link codecs."""
 
     def __post_init__(self) -> None:
         counts = (
@@ -77,6 +81,8 @@ class PublishSettings:
         )
         if min(counts) <= 0 or self.replication_factor < 0:
             raise LocalProtocolError("publish limits must be positive")
+        if self.link_compression not in LINK_COMPRESSION_CHOICES:
+            raise LocalProtocolError(f"there is no link compression {self.link_compression!r}")
         if not 0 < self.batch_parts_max <= limits.PARTS_PER_MANIFEST_MAX:
             raise LocalProtocolError(f"a batch has 1 to {limits.PARTS_PER_MANIFEST_MAX} parts")
         if min(self.delivery_timeout_s, self.stall_timeout_s) <= 0 or not self.suites:
@@ -126,6 +132,7 @@ class Publisher:
         settings: bounds.
         ids: numbers for asks and lanes.
         set_value: takes ``last_publish_error`` of the ``prefill`` telemetry section.
+        rates: measured, to choose link codecs; None: nothing is known of any link.
     """
 
     def __init__(
@@ -133,10 +140,12 @@ class Publisher:
         settings: PublishSettings,
         ids: IdAllocator,
         set_value: ValueSetter = _ignore_value,
+        rates: MeasuredRates | None = None,
     ) -> None:
         self._settings = settings
         self._ids = ids
         self._set_value = set_value
+        self._rates = MeasuredRates() if rates is None else rates
         self._queue: deque[_Delivery] = deque()
         self._queue_bytes = 0
         self._active: list[_Active] = []
@@ -252,11 +261,15 @@ class Publisher:
         self._active.append(
             _Active(delivery, ask, deadline=now + settings.delivery_timeout_s, stall_deadline=now + settings.stall_timeout_s)
         )
+        link = decide_link_codec(
+            settings.link_compression, delivery.node_id, delivery.size_bytes, self._rates, frame_bytes=settings.chunk_bytes
+        )
         offer = PublishOffer(
             fingerprint=delivery.fingerprint,
             parts=tuple(part.meta for part in delivery.parts),
             suites=settings.suites,
             chunk_bytes_max=settings.chunk_bytes,
+            link_codec=link.codec,
         )
         return [Count("publish_attempts"), Ask(ask, delivery.node_id, offer, settings.delivery_timeout_s)]
 
@@ -294,7 +307,8 @@ class Publisher:
         active.phase = DeliveryPhase.SENDING
         active.lane = self._ids.lane()
         active.wanted_bytes = sum(part.meta.length_bytes for part in wanted)
-        return [ConnectSender(active.lane, active.delivery.node_id, grant.grant, grant.credit_bytes, wanted)]
+        node_id, value_bytes = active.delivery.node_id, self._settings.value_bytes
+        return [ConnectSender(active.lane, node_id, grant.grant, grant.credit_bytes, wanted, value_bytes)]
 
     def _lane_finished(self, active: _Active, event: LaneFinished, now: float) -> list[Effect]:
         active.lane = None

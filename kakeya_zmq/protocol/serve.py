@@ -312,7 +312,8 @@ class CacheService:
         )
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         credit_bytes = min(body.credit_bytes, limits.TRANSFER_BYTES_MAX)
-        return [Count("cache_fetches"), BindSender(lane, suite, chunk_bytes, credit_bytes)]
+        bind = BindSender(lane, suite, chunk_bytes, credit_bytes, body.link_codec, body.value_bytes)
+        return [Count("cache_fetches"), bind]
 
     def _publish(self, event: RequestArrived, body: PublishOffer, now: float) -> list[Effect]:
         key = event.key
@@ -364,7 +365,8 @@ class CacheService:
             reason=reason,
         )
         expected = tuple(meta for meta in body.parts if meta.ref in outstanding)
-        return [*counts, BindReceiver(lane, suite, min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT), expected)]
+        chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
+        return [*counts, BindReceiver(lane, suite, chunk_bytes, expected, body.link_codec)]
 
     def _offer_problem(self, body: PublishOffer) -> str:
         """What is wrong with an offer, or an empty string; nothing has been allocated for it yet."""

@@ -408,7 +408,8 @@ class WorkService:
         chunk_bytes, credit_bytes = lane_bytes(job.body)
         job.lane = self._ids.lane()
         job.lane_ready = False
-        return [BindSender(job.lane, choose_suite(job.body.suites, has_aes=self._has_aes), chunk_bytes, credit_bytes)]
+        suite = choose_suite(job.body.suites, has_aes=self._has_aes)
+        return [BindSender(job.lane, suite, chunk_bytes, credit_bytes, job.body.link_codec, job.body.value_bytes)]
 
     def _feed(self, job: Job) -> list[Effect]:
         """Give the lane what it has not got yet; the final feed happens once for each lane."""

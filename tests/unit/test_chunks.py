@@ -8,6 +8,7 @@ from wire import limits
 from wire.chunks import (
     HEADER_BYTES,
     META_BYTES_MAX,
+    PLAINTEXT_BYTES_MAX,
     ChunkHeader,
     ChunkKind,
     ChunkSpan,
@@ -63,7 +64,7 @@ def test_a_header_of_another_length_is_refused(cut: int) -> None:
 
 @pytest.mark.parametrize(
     ("transfer_id", "index", "length_bytes"),
-    [(b"short", 0, 0), (b"T" * 16, 2**32, 0), (b"T" * 16, -1, 0), (b"T" * 16, 0, limits.CHUNK_BYTES_MAX + 1)],
+    [(b"short", 0, 0), (b"T" * 16, 2**32, 0), (b"T" * 16, -1, 0), (b"T" * 16, 0, PLAINTEXT_BYTES_MAX + 1)],
 )
 def test_we_never_send_a_header_out_of_range(transfer_id: bytes, index: int, length_bytes: int) -> None:
     header = ChunkHeader(

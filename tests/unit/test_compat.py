@@ -68,13 +68,14 @@ def test_an_unknown_field_is_named() -> None:
         check_assertions(TUPLE, {"colour": "red"})
 
 
-def test_the_chain_is_the_documented_formula() -> None:
+@pytest.mark.parametrize("key", [KEY, bytes(range(64)), b"k" * 65, b"k" * 200])
+def test_the_chain_is_the_documented_formula(key: bytes) -> None:
     tokens = np.arange(40, dtype=np.int32)
-    chain = chain_hashes(tokens, bytes(32), KEY, 16)
+    chain = chain_hashes(tokens, bytes(32), key, 16)
     parent = bytes(32)
     for block, (start, count) in zip(chain.blocks, [(0, 16), (16, 16), (32, 8)], strict=True):
         body = bytes(32) + parent + struct.pack(f"<{count}i", *range(start, start + count))
-        assert block.block_hash == hmac.new(KEY, body, hashlib.sha256).digest()
+        assert block.block_hash == hmac.new(key, body, hashlib.sha256).digest()
         assert (block.parent_hash, block.start, block.token_count) == (parent, start, count)
         parent = block.block_hash
     assert chain.tokens == 40

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import shlex
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from daemons import command
+from daemons.peers import PeerTable
 from kakeya_zmq.options import OPTIONS, Option
 from kakeya_zmq.store import StoreStats
 from kakeya_zmq.telemetry import PREFILL_COUNTERS, PREFILL_VALUES
@@ -53,12 +56,12 @@ def counted_names() -> set[str]:
                 continue
             called = ast.unparse(node.func)
             if called in {"Count", "fx.Count"} or called.endswith("counters.add"):
-                names |= {
-                    constant.value
-                    for constant in ast.walk(node.args[0])
-                    if isinstance(constant, ast.Constant) and isinstance(constant.value, str)
-                }
+                names |= constants(part for part in ast.walk(node.args[0]) if isinstance(part, ast.expr))
     return names
+
+
+def constants(nodes: Iterable[ast.expr | None]) -> set[str]:
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
 def section_figures() -> dict[str, set[str]]:
@@ -67,13 +70,22 @@ def section_figures() -> dict[str, set[str]]:
     for tree in product_trees():
         for node in ast.walk(tree):
             match node:
+                case ast.FunctionDef(name="figures", body=[*_, ast.Return(value=ast.Dict(keys=keys))]):
+                    found["of the dispatcher"] = constants(keys)
                 case ast.Return(value=ast.Tuple(elts=[ast.Constant(value=str() as name), ast.Dict(keys=keys)])):
-                    found[name] = {key.value for key in keys if isinstance(key, ast.Constant)}
+                    found[name] = constants(keys)
                 case ast.Dict(keys=keys, values=values):
                     for key, value in zip(keys, values, strict=True):
                         if isinstance(key, ast.Constant) and key.value == "node" and isinstance(value, ast.Dict):
-                            found["node"] = {k.value for k in value.keys if isinstance(k, ast.Constant)}
+                            found["node"] = constants(value.keys)
     return found
+
+
+def traffic_figures() -> set[str]:
+    """What a table of peers without any connection reports."""
+    peers = object.__new__(PeerTable)
+    peers._links, peers._ended = [], Counter()
+    return set(peers.traffic())
 
 
 # --- telemetry -------------------------------------------------------------------------------------------------------
@@ -83,6 +95,11 @@ def test_every_counter_is_documented_and_exists() -> None:
     documented = table_names(text_of("telemetry.md"), "Section `prefill`: counters")
     existing = counted_names() | set(PREFILL_COUNTERS) | MADE_ELSEWHERE
     assert documented == existing, f"undocumented {existing - documented}, gone {documented - existing}"
+
+
+def test_the_counters_that_are_always_there_are_marked() -> None:
+    marked = re.findall(r"^\| `(\w+)` • \|", text_of("telemetry.md"), flags=re.MULTILINE)
+    assert sorted(marked) == sorted(PREFILL_COUNTERS)
 
 
 def test_the_counters_made_elsewhere_are_in_the_code() -> None:
@@ -97,12 +114,11 @@ def test_every_prefill_value_is_documented() -> None:
 
 def test_every_figure_of_a_status_section_is_documented() -> None:
     figures = section_figures()
-    assert figures.keys() >= {"node", "primary", "worker"}
+    assert figures.keys() == {"node", "of the dispatcher", "primary", "worker"}
     figures["cache"] = set(StoreStats.__dataclass_fields__)
+    figures["node"] |= figures.pop("of the dispatcher") | traffic_figures()
     for name, names in figures.items():
         documented = table_names(text_of("telemetry.md"), f"Section `{name}`")
-        if name == "node":  # the dispatcher adds its own
-            names |= {"open_requests", "open_asks", "open_lanes", "open_commands"}
         assert documented == names, f"{name}: undocumented {names - documented}, gone {documented - names}"
 
 
@@ -113,14 +129,20 @@ def documented_default(option: Option) -> str:
     return "–" if option.default in ("", ()) else f"`{option.default}`"
 
 
+def documented_range(option: Option) -> str:
+    if option.minimum is None or option.maximum is None:
+        return ""
+    return f"; {option.minimum:g} to {option.maximum:{'g' if option.maximum < 1 else ',.0f'}}"
+
+
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
-def test_every_option_is_documented_with_its_default_and_meaning(option: Option) -> None:
+def test_every_option_is_documented_with_default_meaning_and_range(option: Option) -> None:
     rows = [line for line in text_of("configuration.md").splitlines() if line.startswith(f"| `{option.flag}` |")]
     assert len(rows) == 1
     cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
     roles = "all" if len(option.roles) == 3 else ", ".join(option.roles)
     assert cells[1:3] == [documented_default(option), roles]
-    assert cells[3].startswith(option.help)
+    assert cells[3].startswith(f"{option.help}{documented_range(option)}")
     assert all(f"`{choice}`" in cells[3] for choice in option.choices)
 
 
@@ -182,7 +204,8 @@ def test_every_kakeya_command_in_a_code_block_can_be_parsed(path: Path) -> None:
         for line in block.replace("\\\n", " ").splitlines():
             words = shell_words(line)
             if words[:1] in (["kakeya"], [".venv/bin/kakeya"]):
-                parser.parse_args(words[1:])  # raises ConfigError for an unknown flag or command
+                with contextlib.suppress(SystemExit):  # --help and --version end by it
+                    parser.parse_args(words[1:])  # raises ConfigError for an unknown flag or command
 
 
 def shell_words(line: str) -> list[str]:

@@ -23,8 +23,8 @@ from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol import effects as fx
 from kakeya_zmq.protocol.gather import Gathering
 from kakeya_zmq.protocol.holdings import Holdings, Reach
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PeerView, PreparationTask, TailHash
-from kakeya_zmq.protocol.publish import Publisher
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, TailHash
+from kakeya_zmq.protocol.publish import Publisher, PublishSettings
 from kakeya_zmq.protocol.session import LocalNode
 from kakeya_zmq.store import BlockStore
 from kakeya_zmq.telemetry import Counters
@@ -34,6 +34,7 @@ from wire.keys import FleetKey, NodeIdentity
 
 CONNECT_TIMEOUT_SECONDS = 20.0
 TRANSFER_TIMEOUT_SECONDS = 60.0
+POLL_SECONDS = 0.002
 HOST = "127.0.0.1"
 
 
@@ -116,7 +117,9 @@ class FleetClient:
         self._bulk = BulkShell(self.reactor, host=HOST, ports=None, deliver=self._dispatcher.lane_event)
         self._dispatcher.lanes = self._bulk
         self._machine = FetchMachine(self._ids)
+        self._publisher = Publisher(PublishSettings(), self._ids)
         self._dispatcher.add(self._machine)
+        self._dispatcher.add(self._publisher)
         self.reactor.start_thread("bench-client")
         self.reactor.call(lambda: self._peers.add_seed(parse_address(address)))
         try:
@@ -129,23 +132,26 @@ class FleetClient:
         """Offer parts and send what the peer lacks; returns the bytes sent.
 
         Raises:
-            RequestFailed: the peer didn't take them in time.
+            RequestFailed: the peer didn't take them, or not in time.
         """
-        sent: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-        def begin() -> None:
-            watch = _PublishWatch(Publisher(_publish_settings(), self._ids), sent)
-            self._dispatcher.add(watch)
-            self._dispatcher.apply(watch, watch.begin(parts, fingerprint, self.peer_id, self.reactor.clock()))
-
-        self.reactor.post(begin)
-        try:
-            moved_bytes = sent.get(timeout=TRANSFER_TIMEOUT_SECONDS)
-        except queue.Empty:
-            raise RequestFailed(FailureCode.DEADLINE_EXCEEDED, "the cache peer took too long to take its copy") from None
-        if self.counters.snapshot().get("publish_failures"):
+        before_bytes = self._figure("bytes_published")
+        self.reactor.call(
+            lambda: self._dispatcher.apply(
+                self._publisher, self._publisher.publish(parts, fingerprint, (self.peer_id,), self.reactor.clock())
+            )
+        )
+        deadline = time.monotonic() + TRANSFER_TIMEOUT_SECONDS
+        while not self.reactor.call(lambda: self._publisher.idle):
+            if time.monotonic() > deadline:
+                raise RequestFailed(FailureCode.DEADLINE_EXCEEDED, "the cache peer took too long to take its copy")
+            time.sleep(POLL_SECONDS)
+        if self._figure("publish_failures"):
             raise RequestFailed(FailureCode.UNAVAILABLE, "the cache peer did not take its copy")
-        return moved_bytes
+        return self._figure("bytes_published") - before_bytes
+
+    def _figure(self, name: str) -> int:
+        value = self.reactor.call(self.counters.snapshot).get(name)
+        return value if isinstance(value, int) else 0
 
     def fetch(self, task: PreparationTask, hash_tail: TailHash, store: BlockStore | None = None) -> Fetched:
         """Bring everything the task's prompt needs here.
@@ -174,12 +180,6 @@ class FleetClient:
             raise RequestFailed(FailureCode.UNAVAILABLE, "; ".join(holdings.reasons) or "the fetch is incomplete")
         return Fetched(task.target, parts, holdings.received_bytes, ended - started)
 
-    def task(self, task_without_peer: PreparationTask) -> PreparationTask:
-        """The same task, asking our cache peer."""
-        import dataclasses
-
-        return dataclasses.replace(task_without_peer, caches=(PeerView(node_id=self.peer_id),))
-
     def close(self) -> None:
         self.reactor.call(self._close_on_reactor)
         self.reactor.close(5.0)
@@ -187,7 +187,3 @@ class FleetClient:
     def _close_on_reactor(self) -> None:
         self._bulk.close_all(5.0)
         self._peers.close()
-
-
-def _publish_settings() -> object:
-    raise NotImplementedError

@@ -1,0 +1,133 @@
+"""`kakeya bench` from outside, with tiny sizes: it measures, answers for its bars, and leaves nothing behind.
+
+No times are asserted: a busy machine must not fail a test.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import pytest
+
+from tests.fleet_rig import model_folder
+
+TIMEOUT_S: Final = 240.0
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "daemons", "bench", "--smoke", *arguments]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Everything the bench makes goes below ``folder``, so that what it leaves there can be seen."""
+    return {**os.environ, "TMPDIR": str(folder)}
+
+
+def bench(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit status, the JSON object, and what was shown."""
+    done = subprocess.run(
+        command("--json", *arguments), env=environment(folder), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def left_running(folder: Path) -> list[str]:
+    """Processes whose home is below ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("KAKEYA_HOME", "").startswith(str(folder)):
+                found.append(" ".join(process.cmdline()))
+        except psutil.Error:  # gone, or another user's
+            continue
+    return found
+
+
+def assert_nothing_left(folder: Path) -> None:
+    assert left_running(folder) == []
+    # MLX keeps compiled kernels in the temporary folder, for whoever uses it next.
+    assert [path.name for path in folder.iterdir() if path.name != "mlx"] == []
+
+
+def bars_of(told: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {bar["name"]: bar for bar in told["benchmarks"][name]["bars"]}
+
+
+def test_what_needs_no_prepared_model(tmp_path: Path) -> None:
+    code, told, shown = bench(tmp_path, "transfer", "store", "dedupe", "--check")
+    assert code == 0, shown
+    assert told["passed"] is True
+    assert list(told["benchmarks"]) == ["transfer", "store", "dedupe"]
+    transfer = told["benchmarks"]["transfer"]["figures"]["1 MiB"]
+    assert all(transfer[side]["median"] > 0 for side in ("kakeya", "bare pyzmq"))
+    assert told["benchmarks"]["store"]["figures"]["blocks"] == 1_064
+    dedupe = told["benchmarks"]["dedupe"]["figures"]
+    assert dedupe["stored_bytes"] == dedupe["published_bytes"] < dedupe["made_bytes"] / 2
+    assert dedupe["fetch"]["moved_bytes"] < dedupe["fetch"]["needed_bytes"]
+    assert all(bar["passed"] for bar in bars_of(told, "dedupe").values())
+    assert_nothing_left(tmp_path)
+
+
+def test_peers_are_measured_where_they_are_installed(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    code, told, shown = bench(tmp_path, "transfer", "--peers")
+    assert code == 0, shown
+    figures = told["benchmarks"]["transfer"]["figures"]["1 MiB"]
+    assert {"raw TCP", "gRPC"} <= set(figures)
+    assert_nothing_left(tmp_path)
+
+
+MODEL_BENCHMARKS: Final = ("codecs", "fidelity", "remote-compute", "ttft", "decode")
+
+
+@pytest.mark.parametrize(
+    "real",
+    [False, pytest.param(True, marks=[pytest.mark.model, pytest.mark.slow])],
+    ids=["tiny model", "real model"],
+)
+def test_what_needs_a_model(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, real: bool) -> None:
+    model = () if real else ("--model", str(model_folder(tmp_path_factory)))
+    code, told, shown = bench(tmp_path, *MODEL_BENCHMARKS, *model)
+    assert code == 0, shown
+    assert not any(each["skipped"] for each in told["benchmarks"].values()), shown
+    assert set(told["benchmarks"]) == set(MODEL_BENCHMARKS)
+    for name in ("remote-compute", "decode"):
+        figures = told["benchmarks"][name]["figures"]
+        assert all(side["processor_s"]["median"] > 0 for side in figures.values() if isinstance(side, dict))
+    fidelity = told["benchmarks"]["fidelity"]["figures"]
+    assert all(fidelity[name]["agreement"] == 1 and fidelity[name]["same_bytes"] for name in ("zlib", "link zstd"))
+    assert fidelity["D4 Q=38"]["kl_mean"] > fidelity["int8"]["kl_mean"] > fidelity["zlib"]["kl_mean"] == 0
+    assert told["benchmarks"]["codecs"]["figures"]["D4 Q=38, bfloat16"]["ratio"] > 2
+    assert told["benchmarks"]["ttft"]["figures"]["200"]["remote hit"]["median"] > 0
+    assert_nothing_left(tmp_path)
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        command("transfer", "--rounds", "100000"),
+        env=environment(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        deadline = time.monotonic() + TIMEOUT_S
+        for line in process.stdout:  # it measures: fleet and programs run
+            assert time.monotonic() < deadline
+            if line.startswith("transfer:"):
+                break
+        assert left_running(tmp_path)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT_S) == 130
+    assert_nothing_left(tmp_path)

@@ -1,0 +1,135 @@
+"""Random interleavings of askers, lanes, the engine and a small shared store around the worker's job queue.
+
+The host (tests.unit.work_kit) checks every effect: each request ends once, a lane gets exactly what its asker lacks, each
+part once and with the right bytes, then one final feed; one engine session at a time. At the end everything is drained and
+nothing may be left: no request, lane, engine session or reservation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kakeya_zmq.protocol.work import WorkSettings
+from tests.unit.preparation_kit import BLOCK, REQUIREMENTS, all_parts, new_store, tokens_of
+from tests.unit.work_kit import WorkHost
+from wire import limits
+
+SHARED = tokens_of(5 * BLOCK, seed=1)
+PROMPTS = [
+    np.concatenate([SHARED[:shared], tokens_of(own, seed=10 + own)]).astype(np.int32)
+    for shared, own in [(0, 2), (16, 1), (16, 17), (40, 8), (48, 33), (64, 1), (80, 16), (80, 50)]
+]
+pick = st.integers(0, 1 << 16)
+
+
+class WorkMachine(RuleBasedStateMachine):
+    host: WorkHost
+
+    @initialize(requirement=st.sampled_from(REQUIREMENTS), store_bytes=st.sampled_from([700, 1500, 1 << 20]), filled=pick)
+    def begin(self, requirement: Any, store_bytes: int, filled: int) -> None:
+        prompt = PROMPTS[filled % len(PROMPTS)]
+        parts = all_parts(prompt[:-1], requirement)
+        store = new_store(parts[: filled % (len(parts) + 1)], max_bytes=store_bytes)
+        self.host = WorkHost(requirement, store=store, settings=WorkSettings(max_jobs=4))
+        self.stopped = False
+
+    @rule(
+        prompt=st.sampled_from(range(len(PROMPTS))),
+        have=st.integers(0, 140),
+        job_id=st.integers(1, 5),
+        node=st.sampled_from(["a", "b"]),
+        credit=st.sampled_from([1, limits.CHUNK_BYTES_MIN, limits.CHUNK_BYTES_MIN + 1, 1 << 50]),
+    )
+    def submit(self, prompt: int, have: int, job_id: int, node: str, credit: int) -> None:
+        have_tokens = have if have < 120 else 0
+        size = limits.CHUNK_BYTES_DEFAULT
+        self.host.submit(PROMPTS[prompt], node=node, job_id=job_id, have=have_tokens, credit_bytes=credit, chunk_bytes=size)
+
+    @precondition(lambda self: self.host.requests)
+    @rule(choice=pick)
+    def submit_again(self, choice: int) -> None:
+        request = list(self.host.requests.values())[choice % len(self.host.requests)]
+        job_id = int.from_bytes(request.body.job_id, "big")
+        self.host.submit(request.tokens, node=request.node, job_id=job_id, have=request.body.have_tokens)
+
+    @precondition(lambda self: self.host.requests)
+    @rule(choice=pick)
+    def cancel(self, choice: int) -> None:
+        self.host.cancel(list(self.host.requests)[choice % len(self.host.requests)])
+
+    @precondition(lambda self: self.host.requests)
+    @rule(choice=pick, what=st.sampled_from(["done", "give up", "credit", "credit", "credit"]))
+    def update(self, choice: int, what: str) -> None:
+        key = list(self.host.requests)[choice % len(self.host.requests)]
+        if what == "credit":
+            self.host.credit(key)
+        else:
+            self.host.done(key, what == "done")
+
+    @precondition(lambda self: self.host.lanes)
+    @rule(choice=pick)
+    def lane_opens(self, choice: int) -> None:
+        self.host.open_lane(list(self.host.lanes)[choice % len(self.host.lanes)])
+
+    @precondition(lambda self: any(lane.final and lane.closed is None for lane in self.host.lanes.values()))
+    @rule()
+    def asker_has_everything(self) -> None:
+        self.host.done(next(lane.key for lane in self.host.lanes.values() if lane.final and lane.closed is None))
+
+    @precondition(lambda self: self.host.lanes)
+    @rule(choice=pick)
+    def lane_finishes(self, choice: int) -> None:
+        self.host.finish_lane(list(self.host.lanes)[choice % len(self.host.lanes)])
+
+    @rule(choice=pick, count=st.integers(1, 6), seconds=st.floats(0, 2))
+    def engine_steps(self, choice: int, count: int, seconds: float) -> None:
+        for _ in range(count):
+            self.host.now += seconds
+            self.host.step(choice)
+
+    @rule(imports=st.booleans(), prefill=st.sampled_from([None, None, 0, 32, 64]))
+    def engine_mood(self, imports: bool, prefill: int | None) -> None:
+        self.host.import_fails, self.host.prefill_fails_at = imports, prefill
+
+    @rule(prompt=st.sampled_from(PROMPTS), start=pick, count=st.integers(1, 9), gone=st.booleans())
+    def store_changes(self, prompt: Any, start: int, count: int, gone: bool) -> None:
+        parts = all_parts(prompt[:-1], self.host.requirement)
+        chosen = parts[start % len(parts) :][:count]
+        store = self.host.store
+        for part in chosen:
+            if gone:
+                store.invalidate(part.meta.ref)
+            elif store.stats().bytes_used + store.stats().bytes_reserved + 48 <= store.max_bytes:
+                store.put(part, fingerprint=self.host.service._fingerprint, now=self.host.now)
+
+    @precondition(lambda self: not self.stopped)
+    @rule(really=st.integers(0, 9))
+    def shut_down(self, really: int) -> None:
+        if really == 0:
+            self.stopped = True
+            self.host.carry_out(self.host.service.shutdown("stopping", self.host.now))
+            assert not self.host.requests
+
+    @invariant()
+    def bounded_and_reserved_only_while_computing(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        service = self.host.service
+        assert service.queued_jobs + service.running_jobs <= 4
+        assert len(self.host.requests) == service.queued_jobs + service.running_jobs
+        assert service._running is not None or self.host.store.stats().bytes_reserved == 0
+        assert sum(lane.closed is not False for lane in self.host.lanes.values()) <= len(self.host.lanes)
+
+    def teardown(self) -> None:
+        if hasattr(self, "host"):
+            self.host.import_fails, self.host.prefill_fails_at = False, None
+            self.host.drain()
+
+
+TestWorkMachine = WorkMachine.TestCase
+TestWorkMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

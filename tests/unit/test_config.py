@@ -1,0 +1,239 @@
+"""Settings: which source wins, what is refused with which advice, and that every option can be given in every way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya_zmq.config import ResolvedSettings, kakeya_home, resolve_settings
+from kakeya_zmq.options import ALL_ROLES, OPTIONS, Option, options_for, parse_value
+from wire.cards import CARD_TTL_MS_MAX
+from wire.errors import ConfigError
+from wire.limits import GIB
+
+each_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+
+
+def resolve(
+    role: str = "primary",
+    flags: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> ResolvedSettings:
+    return resolve_settings(role, flags or {}, environment=environment or {}, file=file, host_name=lambda: "box.local")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "kakeya.toml"
+    path.write_text(text)
+    return path
+
+
+# --- who wins ----------------------------------------------------------------------------------------------------------
+
+
+def test_flags_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = written(tmp_path, "capacity = 10\n")
+    environment = {"KAKEYA_CAPACITY": "20"}
+    found = [
+        resolve(flags={"capacity": "30"}, environment=environment, file=file),
+        resolve(flags={"capacity": None}, environment=environment, file=file),
+        resolve(file=file),
+        resolve(),
+    ]
+    assert [(each.settings.capacity, each.origins["capacity"]) for each in found] == [
+        (30, "flag"),
+        (20, "environment"),
+        (10, "file"),
+        (4, "default"),
+    ]
+
+
+def test_a_roles_table_wins_over_the_top_level_and_other_tables_do_not_matter(tmp_path: Path) -> None:
+    file = written(tmp_path, "cache_gb = 1.0\n[worker]\ncache_gb = 2.0\n[cache]\ncache_gb = 3.0\n")
+    assert [resolve(role, file=file).settings.cache_gb for role in ALL_ROLES] == [1.0, 2.0, 3.0]
+
+
+def test_an_empty_variable_and_an_empty_list_are_not_given(tmp_path: Path) -> None:
+    file = written(tmp_path, 'peer = ["a:1"]\ncapacity = 7\n')
+    found = resolve(flags={"peer": []}, environment={"KAKEYA_PEER": "", "KAKEYA_CAPACITY": ""}, file=file)
+    assert (found.settings.peer, found.settings.capacity) == (("a:1",), 7)
+
+
+def test_what_is_not_a_roles_business_does_not_reach_it() -> None:
+    found = resolve("cache", {"capacity": "9"}, {"KAKEYA_CAPACITY": "nonsense"})
+    assert (found.settings.capacity, found.origins["capacity"]) == (4, "default")
+
+
+@each_option
+def test_every_option_is_known_by_flag_and_variable(option: Option) -> None:
+    assert option.flag == "--" + option.name.replace("_", "-")
+    assert option.variable == "KAKEYA_" + option.name.upper()
+    assert option.help
+    value = (
+        option.choices[-1]
+        if option.choices
+        else {"list": "x:1,y:2", "integer": None, "number": None}.get(option.kind, "text")
+    )
+    value = str(option.maximum if option.kind == "number" else int(option.maximum or 0)) if value is None else value
+    expected = parse_value(option, value, "here")
+    for role in option.roles:
+        found = resolve(
+            role,
+            environment={option.variable: value, "KAKEYA_TTL_SECONDS": "3600", "KAKEYA_GOSSIP_INTERVAL_S": "1"}
+            | {option.variable: value if option.name != "gossip_interval_s" else "1"},
+        )
+        if option.name != "gossip_interval_s":
+            assert getattr(found.settings, option.name) == expected
+        assert found.origins[option.name] == "environment"
+
+
+@each_option
+def test_every_default_fits_its_own_bounds(option: Option) -> None:
+    assert set(option.roles) <= set(ALL_ROLES)
+    if option.kind in ("integer", "number"):
+        assert option.minimum is not None
+        assert option.maximum is not None
+        assert option.minimum <= option.default <= option.maximum
+        assert isinstance(option.default, int if option.kind == "integer" else float)
+    elif option.kind == "choice":
+        assert option.default in option.choices
+
+
+def test_names_are_unique() -> None:
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [o for o in OPTIONS if o.kind in ("integer", "number")], ids=lambda option: option.name)
+def test_numbers_outside_their_bounds_are_refused_with_the_bounds(option: Option) -> None:
+    assert option.minimum is not None
+    assert option.maximum is not None
+    for value in (option.minimum - 1, option.maximum * 2 + 1):
+        with pytest.raises(ConfigError) as caught:
+            parse_value(option, str(int(value) if option.kind == "integer" else value), option.flag)
+        assert option.flag in str(caught.value)
+        assert f"{option.minimum:g} to {option.maximum:g}" in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["", "x", "1.5", "nan", "inf", "1e3", True, [1], "0x10"])
+def test_what_is_no_whole_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="a whole number from 1 to 4096"):
+        resolve(flags={"capacity": value})
+
+
+@pytest.mark.parametrize("value", ["", "x", "nan", "inf", "-inf", True])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="a number"):
+        resolve(flags={"cache_gb": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("peer = 5", "a list of texts"),
+        ("peer = [1]", "a text in quotes"),
+        ("model = ['a']", "a text in quotes"),
+        ("tenant_id = 5", "a text in quotes"),
+        ("kv_policy = 'bounded'", "one of: native, sink-window"),
+        ("capcity = 5", "did you mean 'capacity'"),
+        ("zzz = 5", "kakeya --help"),
+        ("[wrker]\ncapacity = 5", "did you mean 'worker'"),
+        ("[worker]\ncapacity = 5", "unknown setting 'capacity' in the table [worker]"),
+        ("[cache]\ncache_gbb = 5", "did you mean 'cache_gb'"),
+        ("capacity = ", "not valid TOML"),
+        ("ttl_seconds = 5.0", "not longer than gossip_interval_s"),
+    ],
+)
+def test_a_wrong_file_gets_one_line_of_advice(tmp_path: Path, text: str, advice: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(file=written(tmp_path, text))
+    assert advice in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_file_of_other_bytes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="check --config"):
+        resolve(file=tmp_path / "absent.toml")
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        resolve(file=binary)
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "a b", "ä", "", "x" * 101, ".hidden", "a\n"])
+@pytest.mark.parametrize("key", ["node_id", "tenant_id"])
+def test_ids_must_be_usable_as_folder_names(key: str, name: str) -> None:
+    if key == "node_id" and name == "":
+        return  # not named: the default is taken
+    with pytest.raises(ConfigError, match=key):
+        resolve(flags={key: name})
+
+
+def test_a_model_id_must_fit_on_a_card() -> None:
+    with pytest.raises(ConfigError, match="model_id"):
+        resolve(flags={"model_id": "m" * 129})
+
+
+def test_the_longest_life_of_a_node_fits_on_its_card() -> None:
+    settings = resolve(flags={"ttl_seconds": "3600"}).settings
+    assert int(settings.ttl_seconds * 1000) <= CARD_TTL_MS_MAX
+    with pytest.raises(ConfigError):
+        resolve(flags={"ttl_seconds": "3601"})
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_lists_come_from_repeated_flags_commas_and_files(tmp_path: Path) -> None:
+    wanted = ("a:1", "b:2")
+    assert resolve(flags={"peer": ["a:1", "b:2"]}).settings.peer == wanted
+    assert resolve(flags={"peer": ["a:1, b:2"]}).settings.peer == wanted
+    assert resolve(environment={"KAKEYA_PEER": " a:1 ,, b:2"}).settings.peer == wanted
+    assert resolve(file=written(tmp_path, 'peer = ["a:1", "b:2"]')).settings.peer == wanted
+
+
+def test_files_follow_the_home_folder_and_the_psk() -> None:
+    environment = {"KAKEYA_HOME": "/tmp/home"}
+    assert kakeya_home(environment) == Path("/tmp/home")
+    assert kakeya_home({"KAKEYA_HOME": ""}) == Path.home() / ".kakeya"
+    settings = resolve(environment=environment).settings
+    assert settings.fleet_psk_file == "/tmp/home/fleet.psk"
+    assert settings.tenant_key_file == "/tmp/home/tenants/default.key"
+    settings = resolve(environment=environment, flags={"fleet_psk_file": "~/x/y.psk", "tenant_id": "t"}).settings
+    assert settings.fleet_psk_file == str(Path.home() / "x/y.psk")
+    assert settings.tenant_key_file == str(Path.home() / "x/tenants/t.key")
+
+
+def test_each_role_has_its_own_address_and_name() -> None:
+    found = [resolve(role).settings for role in ALL_ROLES]
+    assert len({settings.bind for settings in found}) == 3
+    assert [settings.node_id for settings in found] == ["primary-box", "worker-box", "cache-box"]
+    assert found[0].cache_bytes == 4 * GIB
+
+
+@given(host=st.text(max_size=300))
+def test_whatever_the_host_is_called_the_default_name_is_usable(host: str) -> None:
+    settings = resolve_settings("worker", {}, environment={}, host_name=lambda: host).settings
+    assert settings.node_id.startswith("worker-")
+
+
+@pytest.mark.parametrize("role", ALL_ROLES)
+def test_a_role_is_offered_exactly_its_options(role: str) -> None:
+    offered = options_for(role)
+    assert offered == tuple(option for option in OPTIONS if role in option.roles)
+    assert "prefill_policy" in {o.name for o in options_for("primary")} - {o.name for o in options_for("cache")}
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("TRUE", True), ("off", False), (True, True), ("no", False)])
+def test_switches(text: Any, value: bool) -> None:
+    assert parse_value(Option("s", "switch", False, "help"), text, "here") is value
+    with pytest.raises(ConfigError, match="1 or 0"):
+        parse_value(Option("s", "switch", False, "help"), "maybe", "here")
