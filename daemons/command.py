@@ -330,6 +330,22 @@ def _psk_file(options: argparse.Namespace) -> Path:
 
 
 def _run_daemon(options: argparse.Namespace) -> int:
+    from daemons.run import leave
+
+    used_before = "mlx.core" in sys.modules
+    try:
+        code = _serve(options)
+    except KakeyaError as error:
+        if used_before or "mlx.core" not in sys.modules or os.environ.get("KAKEYA_DEBUG"):
+            raise
+        fail(str(error))
+        code = exit_code(error)
+    if not used_before and "mlx.core" in sys.modules:
+        leave(code)
+    return code
+
+
+def _serve(options: argparse.Namespace) -> int:
     from daemons.run import run_daemon, set_up_logging
     from kakeya_zmq.config import resolve_settings
 

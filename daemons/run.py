@@ -109,16 +109,14 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
     if failure:
         raise failure[0]
     _log.info("stopped: %s", reasons[0] if reasons else "done")
-    if "mlx.core" in sys.modules:
-        _leave(0)
     return 0
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process without the C++ destructors of static objects.
+def leave(code: int) -> NoReturn:
+    """End the process of a daemon that has used MLX, without the C++ destructors of static objects.
 
     Now and then MLX's own threads still run when theirs comes, and the C++ runtime aborts the process: a daemon that has
-    done all its duties would end with a signal.
+    done all its duties would end with a signal instead of its exit code.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -123,12 +123,12 @@ class KvCodecs:
             For each codec, keyed "name/Q": ``kl`` (nats) and ``agrees`` of every position.
         """
         reference = self._log_probabilities(number, self._prompts[number])
-        likeliest = reference.argmax(axis=-1)
+        likeliest, probabilities = reference.argmax(axis=-1), np.exp(reference)
         found: dict[str, object] = {}
         for name, q_range in codecs:
             parts = tuple(self._through(part, name, q_range) for part in self._prompts[number])
             other = self._log_probabilities(number, parts)
-            kl = (np.exp(reference) * (reference - other)).sum(axis=-1, dtype=np.float64)
+            kl = (probabilities * (reference - other)).sum(axis=-1, dtype=np.float64)
             found[f"{name}/{q_range}"] = {
                 "kl": np.maximum(kl, 0.0).tolist(),
                 "agrees": (other.argmax(axis=-1) == likeliest).tolist(),
