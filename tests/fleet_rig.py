@@ -117,12 +117,12 @@ class Reference:
 
     def answer(self, tokens: Sequence[int], count: int) -> list[int]:
         """The first ``count`` greedy tokens after ``tokens``."""
-        from kakeya_zmq.engine import CloseSession, CommandFailed, Decode, OpenSession, Prefill, TokenDecoded
+        from kakeya_zmq.engine import CloseSession, Command, CommandFailed, Decode, OpenSession, Prefill, TokenDecoded
 
         key = (tuple(tokens), count)
         if key not in self._known:
             found: list[int] = []
-            commands = [OpenSession("reference")]
+            commands: list[Command] = [OpenSession("reference")]
             commands += [Prefill("reference", np.array(tokens[:-1], dtype=np.int32), capture=False)] if tokens[1:] else []
             commands += [Decode("reference", tokens[-1], count, ()), CloseSession("reference")]
             for command in commands:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from daemons.bench.harness import Bar, BenchOptions, Direction, Outcome
 from daemons.bench.rig import Rig
 
-LOSSLESS = (("link zlib", 0), ("link zstd", 0), ("zlib", 0))
+LOSSLESS = (("link zstd", 0), ("zlib", 0))
 LOSSY = (("int8", 0), ("kakeyalattice-d4", 38))
 INT8_AGREEMENT, INT8_KL = 0.98, 5e-4
 POSITIONS_MIN, PROMPTS_MIN = 1_000, 20

@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import mmap
 import sys
+import threading
 from functools import lru_cache
 from typing import Any, Final
 
@@ -36,6 +37,8 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _HEAP_KEPT_BYTES: Final = 64 * limits.MIB
 """Four times the credit of a transfer: what libzmq may have allocated for frames at once."""
+_POOL_UNIT_BYTES: Final = 64 * limits.KIB
+"""Pooled buffers have whole units, so that parts of nearly the same size share them; smaller parts come from the heap."""
 _HEAP_BLOCK_BYTES_MAX: Final = 32 * limits.MIB
 """The most that glibc takes as M_MMAP_THRESHOLD."""
 
@@ -54,6 +57,65 @@ def allocate(length_bytes: int) -> memoryview:
     if length_bytes >= _POPULATE_BYTES_MIN:
         _populate(array.ctypes.data, length_bytes)
     return array.data
+
+
+class BufferPool:
+    """Buffers for received parts that are used again when their parts are gone. Thread-safe.
+
+    A transfer into fresh memory spends as much time on page faults as on everything else together. What is kept idle is
+    bounded, and given back by :meth:`trim` when no transfer has wanted it for a while.
+
+    Args:
+        idle_bytes_max: most bytes kept for the next transfer.
+    """
+
+    def __init__(self, idle_bytes_max: int = 128 * limits.MIB) -> None:
+        self._idle_bytes_max = idle_bytes_max
+        self._lock = threading.Lock()
+        self._idle: dict[int, list[memoryview]] = {}
+        self._idle_bytes = 0
+
+    @property
+    def idle_bytes(self) -> int:
+        """Memory kept for later use."""
+        return self._idle_bytes
+
+    def allocate(self, length_bytes: int) -> memoryview:
+        """As :func:`allocate`; the memory returns to the pool when the last view of it is gone."""
+        size = -(-length_bytes // _POOL_UNIT_BYTES) * _POOL_UNIT_BYTES
+        if length_bytes < _POOL_UNIT_BYTES:
+            return allocate(length_bytes)
+        with self._lock:
+            kept = self._idle.get(size)
+            memory = kept.pop() if kept else None
+            if memory is not None:
+                self._idle_bytes -= size
+        loan = np.frombuffer(memory if memory is not None else allocate(size), np.uint8).view(_Loan)
+        loan.pool = self
+        return loan.data[:length_bytes]
+
+    def trim(self) -> None:
+        """Give all idle memory back to the system."""
+        with self._lock:
+            self._idle = {}
+            self._idle_bytes = 0
+
+    def _give_back(self, memory: memoryview) -> None:
+        with self._lock:
+            if self._idle_bytes + memory.nbytes <= self._idle_bytes_max:
+                self._idle.setdefault(memory.nbytes, []).append(memory)
+                self._idle_bytes += memory.nbytes
+
+
+class _Loan(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Lends a buffer out: every view keeps this object alive, and when it goes the buffer returns to the pool."""
+
+    pool: BufferPool | None = None
+
+    def __del__(self) -> None:
+        pool, self.pool = self.pool, None
+        if pool is not None and isinstance(self.base, np.ndarray):
+            pool._give_back(memoryview(self.base))
 
 
 def tune_heap() -> bool:
