@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kakeya_zmq.io.lanes import Lane, LaneGroup
-from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.memory import BufferPool
+from kakeya_zmq.io.reactor import Reactor, TimerHandle
 from kakeya_zmq.io.receiver import ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol import effects as fx
 
+POOL_IDLE_SECONDS = 10.0
+"""Buffers of evicted parts are kept for the next transfer for this long after the last one."""
 LaneEvent = fx.LaneOpened | fx.PartsReceived | fx.CreditEarned | fx.LaneFinished
 SENDER_IDLE_SECONDS = 30.0
 """A receiver that processes nothing for this long while something waits for it is gone."""
@@ -34,6 +37,8 @@ class BulkShell:
         self._ports = ports
         self._deliver = deliver
         self._group = LaneGroup()
+        self.pool = BufferPool()
+        self._trim: TimerHandle | None = None
         self.opened = 0
         """Lanes opened so far."""
 
@@ -81,6 +86,7 @@ class BulkShell:
                 suite=effect.suite,
                 chunk_bytes=effect.chunk_bytes,
                 expected=effect.expected,
+                allocate_part=self.pool.allocate,
                 link_codec=effect.link_codec,
                 post=self._post,
                 idle_timeout_s=PUBLISH_IDLE_SECONDS,
@@ -99,7 +105,8 @@ class BulkShell:
                 idle_timeout_s=effect.idle_timeout_s,
                 post=self._post,
                 # The seal proves who sent the bytes, not that they are still what was stored: memory of a peer can rot.
-                verify_digests=True,
+                verify_digests=False,
+                allocate_part=self.pool.allocate,
             )
         )
 
@@ -129,4 +136,11 @@ class BulkShell:
         self.opened += 1
 
     def _post(self, event: LaneEvent) -> None:
-        self._reactor.post(lambda: self._deliver(event))
+        self._reactor.post(lambda: self._delivered(event))
+
+    def _delivered(self, event: LaneEvent) -> None:
+        self._deliver(event)
+        if isinstance(event, fx.LaneFinished):
+            if self._trim is not None:
+                self._trim.cancel()
+            self._trim = self._reactor.call_later(POOL_IDLE_SECONDS, self.pool.trim)

@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import xxhash
+
 from wire.messages import PartKind, PartMeta, PartRef, Requirement
 
 ROOT_HASH = bytes(32)
@@ -123,8 +125,19 @@ def _bind(by_span: dict[tuple[int, int], Block], raw: RawPart) -> Part:
         token_count=block.token_count,
         length_bytes=payload.nbytes,
         digest=hashlib.sha256(payload).digest(),
+        checksum=part_checksum(payload),
     )
     return Part(meta=meta, payload=payload)
+
+
+def part_checksum(payload: bytes | memoryview) -> bytes:
+    """XXH3-64 of contiguous bytes, 8 bytes big-endian. It finds damage, not malice: that is what seals are for."""
+    return xxhash.xxh3_64_digest(payload)
+
+
+def is_intact(part: Part) -> bool:
+    """Whether the payload still is what its description says; about 60 GB/s, so that every use can afford it."""
+    return part_checksum(part.payload) == part.meta.checksum
 
 
 def raw_part(part: Part) -> RawPart:

@@ -111,12 +111,16 @@ def chain_hashes(
     data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     blocks: list[Block] = []
     parent = ROOT_HASH
-    keyed = _KeyedHash(tenant_key)
+    keyed, outer_state = _hmac_states(tenant_key)
+    keyed.update(fingerprint)
     for start in range(0, len(tokens), block_tokens):
         count = min(block_tokens, len(tokens) - start)
         if count < block_tokens and not tail:
             break
-        digest = keyed.digest(fingerprint + parent + data[4 * start : 4 * (start + count)])
+        inner, outer = keyed.copy(), outer_state.copy()
+        inner.update(parent + data[4 * start : 4 * (start + count)])
+        outer.update(inner.digest())
+        digest = outer.digest()
         blocks.append(Block(digest, parent, start, count))  # by position: half the time, and a prompt has many
         parent = digest
     return Chain(block_tokens=block_tokens, blocks=tuple(blocks))
@@ -137,16 +141,8 @@ _INNER_PAD = bytes(byte ^ 0x36 for byte in range(256))
 _OUTER_PAD = bytes(byte ^ 0x5C for byte in range(256))
 
 
-class _KeyedHash:
-    """HMAC-SHA256 (RFC 2104) with the key's two blocks hashed once: a quarter of the time of ``hmac.digest`` for a block."""
-
-    def __init__(self, key: bytes) -> None:
-        block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
-        self._inner = hashlib.sha256(block.translate(_INNER_PAD))
-        self._outer = hashlib.sha256(block.translate(_OUTER_PAD))
-
-    def digest(self, message: bytes) -> bytes:
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(message)
-        outer.update(inner.digest())
-        return outer.digest()
+def _hmac_states(key: bytes) -> tuple[hashlib._Hash, hashlib._Hash]:
+    """HMAC-SHA256 (RFC 2104) with the key's two blocks hashed once: copies of the inner state take a message, copies of the
+    outer one its digest. For blocks that is a quarter of the time of ``hmac.digest``."""
+    block = (hashlib.sha256(key).digest() if len(key) > 64 else key).ljust(64, b"\0")
+    return hashlib.sha256(block.translate(_INNER_PAD)), hashlib.sha256(block.translate(_OUTER_PAD))

@@ -27,7 +27,8 @@ from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart, Namespace
 from wire import limits
 from wire.errors import CapacityError, FailureCode, InvalidInput, KakeyaError
 from wire.ids import LeaseId
-from wire.messages import PartKind, PartMeta, PartRef, Tail
+from wire.limits import HASH_BYTES
+from wire.messages import PartMeta, PartRef, Tail
 
 LEASES_MAX: Final = 4096
 """Leases at one time; a lookup beyond them gets its answer without a lease."""
@@ -247,7 +248,7 @@ class BlockStore:
         block = self._tree.blocks.get(meta.block_hash)
         held = None if block is None else block.part(meta.kind)
         if held is not None:
-            self._collisions += held.digest != meta.digest
+            self._collisions += held.proof[:HASH_BYTES] != meta.digest
             self._refresh(held, self._next_use())
             return PutOutcome.ALREADY_HELD
         try:
@@ -285,7 +286,7 @@ class BlockStore:
             self._reservations[reservation_id] -= reserved
             self._bytes_reserved -= reserved
         stamp = self._next_use()
-        held = HeldPart(block, PartKind(meta.kind), meta.digest, _own_payload(part.payload), stamp)
+        held = HeldPart(block, meta, _own_payload(part.payload), stamp)
         block.set_part(held.kind, held)
         block.stamp = stamp
         block.namespace.bytes_used += meta.length_bytes

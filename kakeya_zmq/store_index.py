@@ -22,6 +22,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from kakeya_zmq.blocks import ROOT_HASH, Part
+from wire.limits import HASH_BYTES
 from wire.messages import PartKind, PartMeta, PartRef
 
 NOT_QUEUED = -1
@@ -30,12 +31,12 @@ NOT_QUEUED = -1
 class HeldPart:
     """One part in the store; ``payload`` is bytes or a byte view. ``locks`` counts leases and pins."""
 
-    __slots__ = ("block", "digest", "kind", "locks", "payload", "queued_stamp", "stamp")
+    __slots__ = ("block", "kind", "locks", "payload", "proof", "queued_stamp", "stamp")
 
-    def __init__(self, block: HeldBlock, kind: PartKind, digest: bytes, payload: bytes | memoryview, stamp: int) -> None:
+    def __init__(self, block: HeldBlock, meta: PartMeta, payload: bytes | memoryview, stamp: int) -> None:
         self.block = block
-        self.kind = kind
-        self.digest = digest
+        self.kind = PartKind(meta.kind)
+        self.proof = meta.digest + meta.checksum  # one object: a second one would cost 41 bytes
         self.payload = payload
         self.locks = 0
         self.stamp = stamp
@@ -64,7 +65,8 @@ class HeldPart:
             start=block.start,
             token_count=block.token_count,
             length_bytes=len(self.payload),
-            digest=self.digest,
+            digest=self.proof[:HASH_BYTES],
+            checksum=self.proof[HASH_BYTES:],
         )
         return Part(meta=meta, payload=memoryview(self.payload))
 

@@ -35,7 +35,7 @@ FLAG_FINAL: Final = 1
 CHUNKS_MAX: Final = 2**32
 """Indexes are 32-bit; the largest transfer in the smallest chunks needs 2^20."""
 PLAINTEXT_BYTES_MAX: Final = limits.CHUNK_BYTES_MAX + limits.LINK_FRAME_BYTES
-META_BYTES_MAX: Final = 128
+META_BYTES_MAX: Final = 144
 """Bound on one PartMeta as msgpack: three 32-byte strings of 34, four integers of at most 9, 1 for the array."""
 
 

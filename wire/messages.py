@@ -81,7 +81,7 @@ class PartMeta(_Message, frozen=True, kw_only=True):
 
     ``start`` and ``token_count`` are absolute token positions and lengths: the part belongs to the tokens
     [start, start + token_count). A block shorter than the fingerprint's block size is a *tail*; it is found through
-    ``parent_hash``. ``digest`` is the SHA-256 of the canonical stored bytes.
+    ``parent_hash``. ``digest`` is the SHA-256 of the canonical stored bytes, checked when a publish is accepted.
     """
 
     block_hash: Hash
@@ -91,6 +91,8 @@ class PartMeta(_Message, frozen=True, kw_only=True):
     token_count: Annotated[int, Meta(ge=1, le=limits.BLOCK_TOKENS_MAX)]
     length_bytes: Annotated[int, Meta(ge=1, le=limits.PART_BYTES_MAX)]
     digest: Hash
+    checksum: Annotated[bytes, Meta(min_length=8, max_length=8)]
+    """XXH3-64 of the stored bytes, big-endian: finds damaged memory wherever the part is used, at no cost worth naming."""
 
     @property
     def ref(self) -> PartRef:

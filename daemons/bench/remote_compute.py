@@ -20,7 +20,7 @@ WARM_UP_TOKENS = 200
 
 def run(rig: Rig, options: BenchOptions) -> Outcome:
     rounds = options.rounds_or(1, 3)
-    tokens = options.choose(512, 2048, 200)
+    tokens = options.choose(384, 2048, 200)
     running = rig.model_fleet()
     bare = rig.model_program("bare_mlx")
     cache = running.member("cache").node_id

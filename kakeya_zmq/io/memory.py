@@ -22,8 +22,9 @@ import ctypes
 import mmap
 import sys
 import threading
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 
@@ -41,6 +42,10 @@ _POOL_UNIT_BYTES: Final = 64 * limits.KIB
 """Pooled buffers have whole units, so that parts of nearly the same size share them; smaller parts come from the heap."""
 _HEAP_BLOCK_BYTES_MAX: Final = 32 * limits.MIB
 """The most that glibc takes as M_MMAP_THRESHOLD."""
+
+
+Allocate: TypeAlias = Callable[[int], memoryview]
+"""Gives a writable byte buffer of a length, with arbitrary content."""
 
 
 def allocate(length_bytes: int) -> memoryview:
@@ -90,9 +95,11 @@ class BufferPool:
             memory = kept.pop() if kept else None
             if memory is not None:
                 self._idle_bytes -= size
-        loan = np.frombuffer(memory if memory is not None else allocate(size), np.uint8).view(_Loan)
-        loan.pool = self
-        return loan.data[:length_bytes]
+        if memory is None:
+            memory = allocate(size)
+        loan = np.frombuffer(memory, np.uint8, length_bytes).view(_Loan)
+        loan.pool, loan.memory = self, memory
+        return loan.data
 
     def trim(self) -> None:
         """Give all idle memory back to the system."""
@@ -111,11 +118,14 @@ class _Loan(np.ndarray[Any, np.dtype[np.uint8]]):
     """Lends a buffer out: every view keeps this object alive, and when it goes the buffer returns to the pool."""
 
     pool: BufferPool | None = None
+    memory: memoryview | None = None
 
     def __del__(self) -> None:
-        pool, self.pool = self.pool, None
-        if pool is not None and isinstance(self.base, np.ndarray):
-            pool._give_back(memoryview(self.base))
+        # Views and slices of this array are arrays of this class too, but only the loan itself has a pool.
+        pool, memory = self.pool, self.memory
+        self.pool = self.memory = None
+        if pool is not None and memory is not None:
+            pool._give_back(memory)
 
 
 def tune_heap() -> bool:

@@ -18,12 +18,12 @@ from typing import Final
 
 import zmq
 
-from kakeya_zmq.blocks import Part
+from kakeya_zmq.blocks import Part, is_intact
 from kakeya_zmq.codecs.link import FrameDecoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import BoundSide, ConnectingSide, Lane, Post, ZmqContext
-from kakeya_zmq.io.memory import allocate
+from kakeya_zmq.io.memory import Allocate, allocate
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import CreditEarned, LaneId, LaneOpened, PartsReceived
 from wire import limits
@@ -48,12 +48,14 @@ class ReceiverLane(Lane):
         filter_: PartFilter,
         credit_bytes: int,
         verify_digests: bool,
+        allocate_part: Allocate,
     ) -> None:
         super().__init__(context, lane, post, idle_timeout_s)
         self._side = side
         self._filter = filter_
         self._initial_credit_bytes = credit_bytes
         self._verify_digests = verify_digests
+        self._allocate_part = allocate_part
         self._assembler: Assembler
 
     @classmethod
@@ -70,6 +72,7 @@ class ReceiverLane(Lane):
         post: Post,
         verify_digests: bool,
         credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
+        allocate_part: Allocate = allocate,
     ) -> ReceiverLane:
         """Pull a granted transfer.
 
@@ -78,16 +81,17 @@ class ReceiverLane(Lane):
             wanted: the parts that may come; anything else is a violation.
             budget_bytes: most bytes of parts that may be allocated.
             idle_timeout_s: longest time without a chunk.
-            verify_digests: check each part's SHA-256 too; the seal already proves that the sender sent these bytes.
+            verify_digests: check each part's SHA-256 too. The seal proves that the sender sent these bytes; the checksum,
+                which is always checked, proves that they were not damaged where they lay.
             credit_bytes: what the sender was granted at the start.
+            allocate_part: gives the buffers of parts, for example a :class:`kakeya_zmq.io.memory.BufferPool`'s.
 
         Raises:
             LocalProtocolError: the grant's chunk size is out of range.
         """
         filter_ = PartFilter({(ref.block_hash, ref.kind): None for ref in wanted}, budget_bytes)
-        receiver = cls(
-            context, lane, post, idle_timeout_s, ConnectingSide(host, grant), filter_, credit_bytes, verify_digests
-        )
+        side = ConnectingSide(host, grant)
+        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, verify_digests, allocate_part)
         receiver._thread.start()
         return receiver
 
@@ -107,6 +111,7 @@ class ReceiverLane(Lane):
         idle_timeout_s: float,
         credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
         link_codec: LinkCodec = LinkCodec.NONE,
+        allocate_part: Allocate = allocate,
     ) -> ReceiverLane:
         """Accept one publish of exactly these parts: bind a one-shot PULL and post LaneOpened. Digests are verified.
 
@@ -116,7 +121,7 @@ class ReceiverLane(Lane):
         budget_bytes = sum(meta.length_bytes for meta in expected)
         filter_ = PartFilter({(meta.block_hash, meta.kind): meta for meta in expected}, budget_bytes)
         side = BoundSide(gate, host, port_range, suite, chunk_bytes, link_codec)
-        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, verify_digests=True)
+        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, True, allocate_part)
         receiver._thread.start()
         return receiver
 
@@ -129,7 +134,9 @@ class ReceiverLane(Lane):
         except BaseException:
             self._socket.close(linger=0)
             raise
-        self._assembler = Assembler(grant, self._filter, verify_digests=self._verify_digests)
+        self._assembler = Assembler(
+            grant, self._filter, verify_digests=self._verify_digests, allocate_part=self._allocate_part
+        )
         # A sender that waits for credit must be able to send its largest chunk with what we have not told it yet.
         spare_bytes = max(0, self._initial_credit_bytes - grant.chunk_bytes)
         self._credit_step_bytes = min(self._initial_credit_bytes // _CREDIT_STEPS, spare_bytes)
@@ -217,7 +224,10 @@ class Assembler:
         verify_digests: whether each part's SHA-256 is checked.
     """
 
-    def __init__(self, grant: TransferGrant, filter_: PartFilter, *, verify_digests: bool) -> None:
+    def __init__(
+        self, grant: TransferGrant, filter_: PartFilter, *, verify_digests: bool, allocate_part: Allocate = allocate
+    ) -> None:
+        self._allocate_part = allocate_part
         self._grant = grant
         self._filter = filter_
         self._verify_digests = verify_digests
@@ -308,7 +318,7 @@ class Assembler:
         parts: list[Part] = []
         position = 0
         for span in plan:
-            buffer = allocate(span.length_bytes)
+            buffer = self._allocate_part(span.length_bytes)
             buffer[:] = opened[position : position + span.length_bytes]
             position += span.length_bytes
             parts.append(self._whole(self._metas[span.part], buffer))
@@ -325,7 +335,7 @@ class Assembler:
 
     def _buffer(self, span: ChunkSpan) -> memoryview:
         """The buffer of the part that ``span`` belongs to."""
-        return allocate(self._metas[span.part].length_bytes) if self._partial is None else self._partial
+        return self._allocate_part(self._metas[span.part].length_bytes) if self._partial is None else self._partial
 
     def _filled(self, span: ChunkSpan, buffer: memoryview) -> tuple[Part, ...]:
         """The part, if ``span`` was its last piece."""
@@ -346,8 +356,11 @@ class Assembler:
         # hashlib lets go of the GIL for buffers of this size.
         if self._verify_digests and hashlib.sha256(buffer).digest() != meta.digest:
             raise DataLossError("a part is not what its digest says")
+        part = Part(meta=meta, payload=buffer.toreadonly())
+        if not is_intact(part):
+            raise DataLossError("a part is not what its checksum says: it was damaged before it was sent")
         self._filter.missing -= 1
-        return Part(meta=meta, payload=buffer.toreadonly())
+        return part
 
 
 def _within(buffer: memoryview, span: ChunkSpan) -> memoryview:

@@ -99,7 +99,7 @@ class EarlyImport:
 
     def _take(self, refs: Iterable[PartRef]) -> None:
         for ref in refs:
-            part = self._holdings.find(ref)
+            part = self._holdings.take(ref)
             if part is not None:
                 del self._waiting[ref]
                 self._ready.append(part)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kakeya_zmq.blocks import ROOT_HASH, Block, Chain, Part, RawPart, needed_parts, raw_part
+from kakeya_zmq.blocks import ROOT_HASH, Block, Chain, Part, RawPart, is_intact, needed_parts, raw_part
 from kakeya_zmq.coverage import best_boundary
 from kakeya_zmq.protocol.effects import Count, Effect, Note
 from kakeya_zmq.protocol.prepare_values import PreparationTask, TailHash, ValueSetter
@@ -84,6 +84,19 @@ class Holdings:
         """The part, if it is at hand."""
         part = self._arrived.get(ref)
         return part if part is not None or self._store is None else self._store.get(ref)
+
+    def take(self, ref: PartRef) -> Part | None:
+        """The part for an import, if it is at hand and undamaged; a damaged one is dropped from the store.
+
+        Parts that arrived were checked by the lane that received them.
+        """
+        part = self.find(ref)
+        if part is None or ref in self._arrived or is_intact(part):
+            return part
+        if self._store is not None:
+            self._store.invalidate(ref)
+        self.reason("a stored part was damaged and is not used")
+        return None
 
     def reach(self, has: Callable[[PartRef], bool]) -> Reach:
         """The deepest position for which ``has`` holds for every needed part."""
@@ -203,7 +216,7 @@ class Holdings:
             self._store.touch(refs, now)
         found: list[Part] = []
         for ref in refs:
-            part = self.find(ref)
+            part = self.take(ref)
             if part is None:
                 return None
             found.append(part)

@@ -24,11 +24,11 @@ import msgspec
 import numpy as np
 import zmq
 
-from kakeya_zmq.blocks import Part
+from kakeya_zmq.blocks import Part, part_checksum
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import LaneEvent
-from kakeya_zmq.io.memory import tune_heap
+from kakeya_zmq.io.memory import BufferPool, tune_heap
 from kakeya_zmq.io.receiver import ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
@@ -58,6 +58,7 @@ def make_parts(count: int, length_bytes: int) -> list[Part]:
             token_count=64,
             length_bytes=length_bytes,
             digest=hashlib.sha256(payload).digest(),
+            checksum=part_checksum(payload),
         )
         parts.append(Part(meta=meta, payload=payload))
     return parts
@@ -152,7 +153,7 @@ def run_bare(context: zmq.Context[zmq.Socket[bytes]], child: Child, parts: Seque
         return Run(time.perf_counter() - start, time.process_time() - cpu_s, float(child_cpu_s))
 
 
-def child_lane(context: zmq.Context[zmq.Socket[bytes]], count: int, grant: TransferGrant) -> None:
+def child_lane(context: zmq.Context[zmq.Socket[bytes]], count: int, grant: TransferGrant, pool: BufferPool) -> None:
     events: queue.SimpleQueue[LaneEvent] = queue.SimpleQueue()
     received: list[Part] = []
     lane = ReceiverLane.connect(
@@ -165,6 +166,7 @@ def child_lane(context: zmq.Context[zmq.Socket[bytes]], count: int, grant: Trans
         idle_timeout_s=IDLE_TIMEOUT_S,
         post=events.put,
         verify_digests=False,
+        allocate_part=pool.allocate,
     )
     print("ready", flush=True)
     cpu_s = time.process_time()
@@ -193,10 +195,11 @@ def child_bare(context: zmq.Context[zmq.Socket[bytes]], count: int, port: int) -
 
 def child_main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    pool = BufferPool()
     for line in sys.stdin:
         match line.split():
             case ["lane", count, grant]:
-                child_lane(context, int(count), msgspec.msgpack.decode(bytes.fromhex(grant), type=TransferGrant))
+                child_lane(context, int(count), msgspec.msgpack.decode(bytes.fromhex(grant), type=TransferGrant), pool)
             case ["bare", count, port]:
                 child_bare(context, int(count), int(port))
             case _:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import zmq
 
-from kakeya_zmq.blocks import Part
+from kakeya_zmq.blocks import Part, part_checksum
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import LaneEvent
@@ -63,6 +63,7 @@ def make_part(number: int, length_bytes: int) -> Part:
         token_count=64,
         length_bytes=length_bytes,
         digest=hashlib.sha256(payload).digest(),
+        checksum=part_checksum(payload),
     )
     return Part(meta=meta, payload=memoryview(payload))
 

@@ -15,7 +15,7 @@ import zmq
 import zstandard
 from msgspec.structs import replace
 
-from kakeya_zmq.blocks import Part
+from kakeya_zmq.blocks import Part, part_checksum
 from kakeya_zmq.codecs.link import HEADER, MAGIC, CodecRates, FrameDecoder, FrameEncoder
 from kakeya_zmq.codecs.probe import CodecProbe
 from kakeya_zmq.compat import CACHE_FORMAT_VERSION
@@ -78,6 +78,7 @@ def part_of(number: int, payload: bytes) -> Part:
         token_count=64,
         length_bytes=len(payload),
         digest=hashlib.sha256(payload).digest(),
+        checksum=part_checksum(payload),
     )
     return Part(meta=meta, payload=memoryview(payload))
 

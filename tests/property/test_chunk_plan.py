@@ -33,6 +33,7 @@ METAS = st.builds(
     token_count=st.integers(1, limits.BLOCK_TOKENS_MAX),
     length_bytes=st.integers(1, limits.PART_BYTES_MAX),
     digest=st.binary(min_size=32, max_size=32),
+    checksum=st.binary(min_size=8, max_size=8),
 )
 
 

@@ -29,6 +29,7 @@ LARGEST_META = PartMeta(
     token_count=limits.BLOCK_TOKENS_MAX,
     length_bytes=limits.PART_BYTES_MAX,
     digest=b"\xff" * 32,
+    checksum=b"\xff" * 8,
 )
 
 

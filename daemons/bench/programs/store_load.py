@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from daemons.bench.harness import resident_bytes, serve
-from kakeya_zmq.blocks import ROOT_HASH, Part
+from kakeya_zmq.blocks import ROOT_HASH, Part, part_checksum
 from kakeya_zmq.compat import chain_hashes
 from kakeya_zmq.coverage import best_boundary
 from kakeya_zmq.store import BlockStore
@@ -50,6 +50,7 @@ def _part(block_hash: bytes, parent_hash: bytes, start: int) -> Part:
         token_count=BLOCK_TOKENS_DEFAULT,
         length_bytes=PAYLOAD_BYTES,
         digest=hashlib.sha256(payload).digest(),
+        checksum=part_checksum(payload),
     )
     return Part(meta=meta, payload=memoryview(payload))
 
