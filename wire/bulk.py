@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from nacl._sodium import ffi as _ffi  # type: ignore[import-not-found]  # compiled, without stubs
 from nacl._sodium import lib as _sodium
@@ -55,6 +56,7 @@ class ChunkSealer:
         if len(key) != KEY_BYTES:
             raise LocalProtocolError(f"a transfer key has {KEY_BYTES} bytes, not {len(key)}")
         self._key = key
+        self._algorithm = algorithms.AES(key)
         self._aes = AESGCM(key) if suite is CipherSuite.AES_256_GCM else None
         self._scratch = memoryview(bytearray())
 
@@ -64,8 +66,8 @@ class ChunkSealer:
     def seal_into(self, header: bytes, index: int, plaintext_buffers: Sequence[memoryview], out: memoryview) -> int:
         """Seal the concatenation of ``plaintext_buffers`` into the start of ``out``.
 
-        One buffer is sealed from where it lies; several are gathered first (the copy is still in the CPU's cache when it
-        is sealed).
+        Buffers are sealed from where they lie; only secretbox, which takes one piece, has several gathered first (the copy
+        is still in the CPU's cache when it is sealed).
 
         Args:
             header: packed ChunkHeader; must be different for every chunk of the transfer.
@@ -83,8 +85,10 @@ class ChunkSealer:
         sealed_bytes = length + SEAL_BYTES
         if out.nbytes < sealed_bytes:
             raise LocalProtocolError(f"{sealed_bytes} sealed bytes do not fit into {out.nbytes}")
-        plaintext = plaintext_buffers[0] if len(plaintext_buffers) == 1 else self._gather(plaintext_buffers, length)
         target = out[:sealed_bytes]
+        if self._aes is not None and len(plaintext_buffers) > 1:
+            return self._seal_several(header, index, plaintext_buffers, target)
+        plaintext = plaintext_buffers[0] if len(plaintext_buffers) == 1 else self._gather(plaintext_buffers, length)
         if self._aes is not None:
             return self._aes.encrypt_into(_index_nonce(index), plaintext, header, target)
         result = _sodium.crypto_secretbox_easy(
@@ -130,6 +134,53 @@ class ChunkSealer:
         if result != 0:
             raise AuthenticationError("a chunk's seal does not hold")
         return length
+
+    def open_into_several(self, header: bytes, index: int, sealed: memoryview, outs: Sequence[memoryview]) -> None:
+        """Open ``sealed`` into ``outs``, one after the other, without a copy in between (secretbox aside).
+
+        When it fails, ``outs`` may hold unverified bytes, as with :meth:`open_into`.
+
+        Args:
+            header: packed ChunkHeader as received.
+            index: the index in that header.
+            sealed: what :meth:`seal_into` wrote.
+            outs: writable contiguous byte views, together exactly as large as the plaintext.
+
+        Raises:
+            AuthenticationError: header, order or bytes are not what was sealed under this key.
+            LocalProtocolError: ``outs`` have another size.
+        """
+        length = sealed.nbytes - SEAL_BYTES
+        if sum(out.nbytes for out in outs) != length:
+            raise LocalProtocolError(f"{length} bytes are to be opened into buffers of another size")
+        position = 0
+        if self._aes is None:
+            if self._scratch.nbytes < length:
+                self._scratch = memoryview(bytearray(length))
+            self.open_into(header, index, sealed, self._scratch)
+            for out in outs:
+                out[:] = self._scratch[position : position + out.nbytes]
+                position += out.nbytes
+            return
+        opening = Cipher(self._algorithm, modes.GCM(_index_nonce(index))).decryptor()
+        opening.authenticate_additional_data(header)
+        for out in outs:
+            opening.update_into(sealed[position : position + out.nbytes], out)
+            position += out.nbytes
+        try:
+            opening.finalize_with_tag(bytes(sealed[length:]))
+        except InvalidTag as error:
+            raise AuthenticationError("a chunk's seal does not hold") from error
+
+    def _seal_several(self, header: bytes, index: int, buffers: Sequence[memoryview], target: memoryview) -> int:
+        sealing = Cipher(self._algorithm, modes.GCM(_index_nonce(index))).encryptor()
+        sealing.authenticate_additional_data(header)
+        position = 0
+        for buffer in buffers:
+            position += sealing.update_into(buffer, target[position:])
+        sealing.finalize()
+        target[position:] = sealing.tag
+        return target.nbytes
 
     def _gather(self, buffers: Sequence[memoryview], length: int) -> memoryview:
         if self._scratch.nbytes < length:

@@ -161,3 +161,24 @@ def test_the_measurement_runs_here() -> None:
 
     assert aes_bytes_per_s() > 0
     assert has_hardware_aes() in (True, False)
+
+
+@pytest.mark.parametrize("suite", list(CipherSuite))
+def test_several_buffers_are_sealed_and_opened_as_if_they_were_one(suite: CipherSuite) -> None:
+    key, header = b"k" * 32, b"header"
+    pieces = [memoryview(bytes([number]) * length) for number, length in enumerate((1, 15, 16, 17, 4096, 100_003), start=1)]
+    whole = b"".join(pieces)
+    several, one = bytearray(len(whole) + SEAL_BYTES), bytearray(len(whole) + SEAL_BYTES)
+    assert ChunkSealer(suite, key).seal_into(header, 7, pieces, memoryview(several)) == len(several)
+    ChunkSealer(suite, key).seal_into(header, 7, [memoryview(whole)], memoryview(one))
+    assert several == one, "how a chunk is cut must not show on the wire"
+    outs = [memoryview(bytearray(piece.nbytes)) for piece in pieces]
+    ChunkSealer(suite, key).open_into_several(header, 7, memoryview(bytes(one)), outs)
+    assert outs == pieces
+    for wrong in ((b"other", 7, one), (header, 8, one), (header, 7, one[:-1] + bytes([one[-1] ^ 1]))):
+        if suite is CipherSuite.SECRETBOX and wrong[1] == 8:
+            continue  # its nonce is the header's hash; the index is part of the real header
+        with pytest.raises(AuthenticationError):
+            ChunkSealer(suite, key).open_into_several(wrong[0], wrong[1], memoryview(bytes(wrong[2])), outs)
+    with pytest.raises(LocalProtocolError):
+        ChunkSealer(suite, key).open_into_several(header, 7, memoryview(bytes(one)), outs[:-1])
