@@ -231,6 +231,7 @@ class Node:
                 "memory_bytes": self._cpu.memory_info().rss,
                 "memory_peak_bytes": peak_memory_bytes(),
                 "open_lane_threads": len(self.bulk),
+                "pooled_buffer_bytes": self.bulk.pool.idle_bytes,
                 "lanes_opened": self.bulk.opened,
                 **self.peers.traffic(),
                 "fleet_exchanges": self.exchanges,
