@@ -330,6 +330,8 @@ def _psk_file(options: argparse.Namespace) -> Path:
 
 
 def _run_daemon(options: argparse.Namespace) -> int:
+    # Before NumPy is loaded: its own BLAS must not fight with the model's over the cores. The model's is set by name.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from daemons.run import leave
 
     used_before = "mlx.core" in sys.modules

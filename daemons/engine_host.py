@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def make_runner(
         from kakeya_zmq.model.blas import prepare_blas
 
         # MLX binds its matrix library when it is first imported, so this comes before every import that needs MLX.
-        report = prepare_blas(settings.blas_threads or None)
+        threads = settings.blas_threads or os.cpu_count() or 1
+        report = prepare_blas(threads)
         if report.warning:
             _log.warning("%s", report.warning)
         from kakeya_zmq.model.layout import CachePolicy
@@ -97,7 +99,7 @@ def make_runner(
             policy=CachePolicy.sink_window(settings.sink, settings.window) if bounded else CachePolicy.native(),
             tenant=settings.tenant_id,
             digest_cache=kakeya_home() / "digests.json",
-            blas_threads=settings.blas_threads or None,
+            blas_threads=threads,
             on_progress=lambda text: _log.info("%s", text),
             assertions={name: value for name, value in assertions.items() if name != "cache_format_version"},
         )

@@ -290,7 +290,7 @@ OPTIONS: tuple[Option, ...] = (
         "blas_threads",
         "integer",
         0,
-        "threads of the CPU matrix library on Linux; 0 leaves it alone",
+        "threads of the CPU matrix library on Linux; 0 takes one for each core",
         ("primary", "worker"),
         minimum=0,
         maximum=1024,
