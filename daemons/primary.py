@@ -176,6 +176,7 @@ class Primary:
             caches=self._caches(options, now),
             workers=self._workers(options, now),
             settings=self._preparation_settings(),
+            hints=self._hints(options, now),
         )
         return PromptPreparation(
             task,
@@ -246,14 +247,14 @@ class Primary:
 
     def _workers(self, options: CreateSession, now: float) -> tuple[WorkerView, ...]:
         assert self._facts is not None
-        fingerprint = self._facts.compatibility.fingerprint()
         views: list[WorkerView] = []
         for card in self._live_cards(options, now):
             worker = card.worker
             if worker is None or not worker.accepts_jobs:
                 continue
-            if worker.fingerprint != fingerprint or worker.compatibility.get(TENANT_KEY_ID) != self._tenant_key_id:
-                self._note_mismatch(card)
+            mismatch = self._mismatch(card)
+            if mismatch:
+                self.node.note("warning", mismatch)
                 continue
             views.append(
                 WorkerView(
@@ -267,14 +268,21 @@ class Primary:
             )
         return tuple(views)
 
-    def _note_mismatch(self, card: Card) -> None:
+    def _hints(self, options: CreateSession, now: float) -> tuple[str, ...]:
+        return tuple(text for card in self._live_cards(options, now) if card.worker and (text := self._mismatch(card)))
+
+    def _mismatch(self, card: Card) -> str:
+        """Why a worker cannot be used, in one line; empty when it can, or when its card offers no work."""
         assert self._facts is not None
         assert card.worker is not None
+        if card.worker.fingerprint == self._facts.compatibility.fingerprint() and (
+            card.worker.compatibility.get(TENANT_KEY_ID) == self._tenant_key_id
+        ):
+            return ""
         ours = {**asdict(self._facts.compatibility), TENANT_KEY_ID: self._tenant_key_id}
         different = [name for name, value in ours.items() if card.worker.compatibility.get(name) != value]
-        self.node.note(
-            "warning", f"worker {card.node_id} is not compatible: {', '.join(different) or 'unknown fields'} differ"
-        )
+        verb = "differs" if len(different) == 1 else "differ"
+        return f"worker {card.node_id} is not compatible: {', '.join(different) or 'unknown fields'} {verb}"
 
     def _publish_targets(self) -> tuple[NodeId, ...]:
         """Cache peers that may get copies: nodes whose only business is to hold KV."""

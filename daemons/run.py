@@ -16,6 +16,7 @@ from typing import NoReturn, Protocol
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.memory import tune_heap
 from kakeya_zmq.io.reactor import Reactor
+from wire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
@@ -60,10 +61,36 @@ def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
 def write_ready_file(path: str, facts: dict[str, object]) -> None:
     """Tell a waiting script where this daemon serves: written whole, then renamed into place."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(facts), encoding="utf-8")
-    temporary.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(facts), encoding="utf-8")
+        temporary.replace(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise _unusable_ready_file(error.strerror or "unknown error") from None
+
+
+def check_ready_file(path: str) -> None:
+    """Whether a ready file can be written there, before minutes of loading.
+
+    Raises:
+        ConfigError: it is a directory or device, or its folder cannot be made or written.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_file():
+        raise _unusable_ready_file("it is not a regular file")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unusable_ready_file(error.strerror or "unknown error") from None
+    if not os.access(target.parent, os.W_OK):
+        raise _unusable_ready_file("its folder is not writable")
+
+
+def _unusable_ready_file(why: str) -> ConfigError:
+    return ConfigError(f"the ready file cannot be written: {why}", remedy="check --ready-file")
 
 
 def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
@@ -94,6 +121,8 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         failure.append(error)
         reactor.stop()
 
+    if settings.ready_file:
+        check_ready_file(settings.ready_file)
     daemon: Daemon | None = None
     try:
         with stop_signals(stop):
@@ -105,7 +134,8 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
             daemon.end(reasons[0] if reasons else "stopping")
         reactor.close(5.0)
         if settings.ready_file:
-            Path(settings.ready_file).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(settings.ready_file).unlink(missing_ok=True)
     if failure:
         raise failure[0]
     _log.info("stopped: %s", reasons[0] if reasons else "done")

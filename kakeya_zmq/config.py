@@ -19,6 +19,10 @@ NODE_NAME_CHARACTERS_MAX = 100
 """Node and tenant ids are folder names, too."""
 
 
+CONFIG_BYTES_MAX = 1 << 20
+"""Far more than all settings with comments."""
+
+
 def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
     """The folder of keys, state and logs: ``KAKEYA_HOME``, else ``~/.kakeya``."""
     value = (os.environ if environment is None else environment).get("KAKEYA_HOME", "")
@@ -172,10 +176,26 @@ def _pick(
     return option.default, "default"
 
 
+def _read_text(path: Path) -> str:
+    """The file's text; a device or an endless file must not be read to its end.
+
+    Raises:
+        ConfigError: not a regular file, or larger than a configuration can be.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError("the configuration file is not a regular file", remedy="check --config")
+    with path.open("rb") as stream:
+        data = stream.read(CONFIG_BYTES_MAX + 1)
+    if len(data) > CONFIG_BYTES_MAX:
+        raise ConfigError(f"the configuration file is larger than {CONFIG_BYTES_MAX} bytes", remedy="check --config")
+    return data.decode("utf-8")
+
+
 def _read_file(path: Path, role: str) -> dict[str, Any]:
     try:
-        with path.open("rb") as stream:
-            document = tomllib.load(stream)
+        document = tomllib.loads(_read_text(path))
+    except RecursionError:
+        raise ConfigError("the configuration file is nested too deeply", remedy="see docs/configuration.md") from None
     except OSError as error:
         raise ConfigError(f"the configuration file cannot be read: {error.strerror}", remedy="check --config") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -327,7 +327,7 @@ def parse_value(option: Option, value: Any, source: str) -> Any:
             return _parse_switch(value, source)
         case "choice":
             if value not in option.choices:
-                raise ConfigError(f"{source} is {value!r}", remedy=f"one of: {', '.join(option.choices)}")
+                raise ConfigError(f"{source} is {str(value)[:60]!r}", remedy=f"one of: {', '.join(option.choices)}")
             return value
         case _:
             return _parse_number(option, value, source)
@@ -369,7 +369,7 @@ def _parse_number(option: Option, value: Any, source: str) -> int | float:
     try:
         number: int | float = int(str(value)) if option.kind == "integer" else float(str(value))
     except ValueError:
-        raise ConfigError(f"{source} is {value!r}", remedy=f"{wanted}{bounds}") from None
+        raise ConfigError(f"{source} is {str(value)[:60]!r}", remedy=f"{wanted}{bounds}") from None
     low = option.minimum if option.minimum is not None else float("-inf")
     high = option.maximum if option.maximum is not None else float("inf")
     if not low <= number <= high:

@@ -36,6 +36,10 @@ def check_sampling(sampling: Sampling) -> None:
         raise InvalidInput(f"seed must be at least 0 and below 2^64, not {sampling.seed}")
 
 
+TEMPERATURE_MIN = 1e-6
+"""Below it sampling is greedy in all but name, and scaled log probabilities would leave float32's range."""
+
+
 class TokenSampler:
     """Draws one token from log probabilities; holds the random key of one decode.
 
@@ -47,7 +51,7 @@ class TokenSampler:
     def __init__(self, sampling: Sampling, *, fresh_seed: Callable[[], int]) -> None:
         self._sampling = sampling
         self._key: mx.array | None = None
-        if sampling.temperature > 0:
+        if sampling.temperature >= TEMPERATURE_MIN:
             self._key = mx.random.key(sampling.seed if sampling.seed is not None else fresh_seed() % SEED_END)
 
     def __call__(self, log_probabilities: mx.array) -> mx.array:

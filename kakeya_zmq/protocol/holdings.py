@@ -169,7 +169,7 @@ class Holdings:
             self.spend(origin, part.meta.length_bytes, 0.0)
             effects.append(Count("bytes_received", part.meta.length_bytes))
             if origin[0] is SourceKind.WORKER:
-                self.new_parts.append(part)
+                self._note_new([part])
             effects.extend(self._promote(part, now))
         return effects
 
@@ -177,11 +177,16 @@ class Holdings:
         """Put parts computed here into the local store and remember them for publishing."""
         effects: list[Effect] = []
         if self._task.publish:
-            self.new_parts.extend(parts)
+            self._note_new(parts)
         for part in parts:
             if not self._put(part, now):
                 effects.append(Count("hot_store_failures"))
         return effects
+
+    def _note_new(self, parts: Iterable[Part]) -> None:
+        """Remember parts for publishing, each once: what a worker sent may be computed again behind a shorter import."""
+        known = {part.meta.ref for part in self.new_parts}
+        self.new_parts.extend(part for part in parts if part.meta.ref not in known)
 
     def _promote(self, part: Part, now: float) -> list[Effect]:
         if self._store is None or self._store.has(part.meta.ref):

@@ -201,6 +201,8 @@ class PromptPreparation:
         if floor == task.target:
             return self._apply(now, reach)
         holdings.hold(reach, now)
+        for hint in task.hints:
+            holdings.reason(hint)
         if self._store is not None:
             gap = describe_gap(holdings.importable, task.facts.requirement, holdings.has, reach.position)
             holdings.reason(f"own cache ends at token {reach.position}: {gap}" if gap else "")
@@ -338,6 +340,8 @@ class PromptPreparation:
         there = max(reach.position, self.position)
         text = f"remote prefill is required, and the fleet delivered {there} of {self._task.target} tokens"
         last = self._holdings.reasons[-1] if self._holdings.reasons else "no worker or cache is known"
+        if self._task.hints and not self._task.workers:
+            last = "; ".join(self._task.hints)
         return f"{text}: {last}"
 
     def _compute(self, now: float) -> list[Effect]:

@@ -130,6 +130,8 @@ class PreparationTask:
     caches: tuple[PeerView, ...] = ()
     workers: tuple[WorkerView, ...] = ()
     settings: PreparationSettings = field(default_factory=PreparationSettings)
+    hints: tuple[str, ...] = ()
+    """Why nodes that might have helped cannot, for example "worker w is not compatible: rope_hash differs"."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0 or self.chain.tokens != self.target:

@@ -183,7 +183,9 @@ class Publisher:
         replicas = self._settings.replication_factor
         if not parts or not peers or replicas == 0:
             return []
-        ordered = sorted(parts, key=lambda part: (part.meta.start, part.meta.kind))
+        # A turn's append and its answer may both have exported a block; a peer refuses an offer that names a part twice.
+        distinct = {part.meta.ref: part for part in parts}.values()
+        ordered = sorted(distinct, key=lambda part: (part.meta.start, part.meta.kind))
         ranked = rank_replicas(ordered[0].meta.block_hash, peers)
         effects: list[Effect] = []
         for batch in self._batches(ordered):
@@ -289,8 +291,9 @@ class Publisher:
                 return self._concluded(active, result, now)
             case AskReplied():
                 return self._fail(active, "was answered with something else", now, cancel=False)
-            case AskFailed(code=code):
-                return self._fail(active, f"failed ({code.name.lower().replace('_', ' ')})", now, cancel=False)
+            case AskFailed(code=code, message=message):
+                what = f"failed ({code.name.lower().replace('_', ' ')}: {message})"
+                return self._fail(active, what, now, cancel=False)
 
     def _granted(self, active: _Active, grant: PublishGrant, now: float) -> list[Effect]:
         if active.phase is not DeliveryPhase.OFFERED:

@@ -97,6 +97,7 @@ EPHEMERAL = ("--bind", "127.0.0.1:0")
         pytest.param(("cache", "--log-level", "loud"), EXIT_BAD_INPUT, ("--log-level", "debug"), id="choice"),
         pytest.param(("cache", "--node-id", "a b"), EXIT_BAD_INPUT, ("node_id",), id="node-id"),
         pytest.param(("cache", "--config", "absent.toml"), EXIT_BAD_INPUT, ("configuration file",), id="no-config"),
+        pytest.param(("cache", "--ready-file", "/", *EPHEMERAL), EXIT_BAD_INPUT, ("ready file",), id="ready-file"),
         pytest.param(("key", "lose"), EXIT_BAD_INPUT, ("lose",), id="key-action"),
         pytest.param(("status", "--address", "here"), EXIT_BAD_INPUT, ("here",), id="status-address"),
     ],

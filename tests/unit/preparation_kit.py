@@ -231,6 +231,7 @@ def preparation(
     values: dict[str, object] | None = None,
     rates: MeasuredRates | None = None,
     ids: IdAllocator | None = None,
+    hints: tuple[str, ...] = (),
 ) -> PromptPreparation:
     task = PreparationTask(
         session_id="sess-1",
@@ -240,6 +241,7 @@ def preparation(
         facts=facts_of(requirement),
         fingerprint=FINGERPRINT,
         policy=policy,
+        hints=hints,
         publish=publish,
         caches=tuple(PeerView(NodeId(name), 1.0, 1000.0) for name in caches),
         workers=tuple(WorkerView(NodeId(name), prefill_tokens_per_second=1000.0) for name in workers),

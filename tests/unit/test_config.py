@@ -237,3 +237,16 @@ def test_switches(text: Any, value: bool) -> None:
     assert parse_value(Option("s", "switch", False, "help"), text, "here") is value
     with pytest.raises(ConfigError, match="1 or 0"):
         parse_value(Option("s", "switch", False, "help"), "maybe", "here")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device here")
+def test_a_device_is_no_configuration_file() -> None:
+    with pytest.raises(ConfigError, match="not a regular file"):
+        resolve(file=Path("/dev/zero"))
+
+
+def test_a_huge_or_deeply_nested_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="larger than"):
+        resolve(file=written(tmp_path, "#" * (1 << 20) + "\n"))
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        resolve(file=written(tmp_path, "cache_gb = " + "[" * 5000))

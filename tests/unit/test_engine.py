@@ -623,3 +623,13 @@ def test_a_session_takes_one_command_at_a_time() -> None:
 def test_segments_must_be_whole_blocks() -> None:
     with pytest.raises(ConfigError, match="not whole blocks"):
         engine_from_model(model_of("qwen3"), name="x", block_tokens=64, segment_tokens=100)
+
+
+@pytest.mark.parametrize("temperature", [1e-7, 1e-40, 1e-300])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    engine = make_engine("qwen3")
+    tokens = prompt(100)
+    prefilled(engine, "a", tokens)
+    prefilled(engine, "b", tokens)
+    greedy = tokens_of(run(engine, decode_command("a", tokens[-1], 8)))
+    assert tokens_of(run(engine, decode_command("b", tokens[-1], 8, temperature=temperature, seed=2))) == greedy

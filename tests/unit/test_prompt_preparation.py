@@ -672,3 +672,27 @@ def test_a_machine_starts_once_and_its_task_must_make_sense() -> None:
         preparation(tokens_of(BLOCK), FULL, live=BLOCK)
     with pytest.raises(LocalProtocolError):
         PreparationSettings(lookup_timeout_s=0.0)
+
+
+def test_why_a_worker_cannot_be_used_is_part_of_the_answer() -> None:
+    hint = "worker w is not compatible: rope_hash differs"
+    refused = desk(71, FULL, policy=PrefillPolicy.REMOTE_REQUIRED, hints=(hint,))
+    assert isinstance(refused.machine.outcome, Unavailable)
+    assert hint in refused.machine.outcome.reason
+    computed = desk(71, FULL, hints=(hint,))
+    computed.run_engine()
+    assert hint in computed.ready().explanation.reasons
+
+
+def test_a_damaged_part_of_the_own_store_is_dropped_and_computed_again() -> None:
+    (first, *others) = parts_of(65, 64)
+    payload = bytearray(first.payload)
+    payload[7] ^= 1
+    store = new_store((Part(first.meta, memoryview(bytes(payload))), *others))
+    d = desk(65, FULL, store=store)
+    d.run_engine()
+    assert d.ready().position == 64
+    assert not any(isinstance(command, ImportPrefix) for command in d.engine.commands)
+    stored = store.get(first.meta.ref)
+    assert stored is not None
+    assert stored.payload == first.payload, "the damaged part has made room for the right one"

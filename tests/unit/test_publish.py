@@ -90,6 +90,23 @@ def test_parts_go_to_the_peer_that_rendezvous_ranks_first() -> None:
     assert ask.body.parts == tuple(part.meta for part in parts)
 
 
+def test_a_part_that_was_noted_twice_is_offered_once() -> None:
+    d = Desk()
+    parts = parts_of(64)
+    d.publish((*parts, *parts[1:3]))
+    (ask,) = d.asks()
+    assert isinstance(ask.body, PublishOffer)
+    assert ask.body.parts == tuple(part.meta for part in parts)
+
+
+def test_a_refusal_is_kept_with_its_reason() -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    (ask,) = d.asks()
+    d.feed(AskFailed(ask.ask, FailureCode.INVALID_ARGUMENT, "too many"))
+    assert "invalid argument: too many" in str(d.values["last_publish_error"])
+
+
 def test_only_wanted_parts_are_sent_and_payloads_are_shared() -> None:
     d = Desk()
     parts = parts_of(64)
