@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,13 @@ from kakeya_zmq.model.blas import prepare_blas
 from tests.fleet_rig import KEPT_PROCESSES
 
 prepare_blas(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run in the background of a script inherits an ignored SIGINT, and so would every process that a test starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 LEAK_WAIT_S = 5.0
 """How long something that is already ending may take."""

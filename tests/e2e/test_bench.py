@@ -5,6 +5,7 @@ No times are asserted: a busy machine must not fail a test.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -112,6 +113,13 @@ def test_what_needs_a_model(tmp_path: Path, tmp_path_factory: pytest.TempPathFac
     assert_nothing_left(tmp_path)
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """However the test ended: SIGTERM lets the command clean up after itself."""
+    if process.poll() is None:
+        process.terminate()
+        process.wait(TIMEOUT_S)
+
+
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command("transfer", "--rounds", "100000"),
@@ -120,7 +128,8 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    with process:
+    with process, contextlib.ExitStack() as undo:
+        undo.callback(stop, process)
         assert process.stdout is not None
         deadline = time.monotonic() + TIMEOUT_S
         for line in process.stdout:  # it measures: fleet and programs run
