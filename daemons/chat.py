@@ -17,7 +17,8 @@ from kakeya_zmq.client import Client, Session
 from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.telemetry import explanation_line
 from kakeya_zmq.text import TextCodec
-from wire.errors import FailureCode, RequestFailed
+from wire.errors import FailureCode, InvalidInput, KakeyaError
+from wire.limits import PROMPT_TOKENS_MAX
 from wire.messages import PrefillProgress
 
 HELP = "/new starts over, /why explains the last turn, /quit leaves"
@@ -164,6 +165,10 @@ def run_chat(
     Raises:
         KakeyaError: no primary, wrong key, bad input.
     """
+    if message is not None and not message.strip():
+        raise InvalidInput("there is nothing to say", remedy="give --message a text")
+    if not 1 <= options.max_tokens <= PROMPT_TOKENS_MAX:
+        raise InvalidInput(f"--max-tokens is {options.max_tokens}", remedy=f"from 1 to {PROMPT_TOKENS_MAX}")
     codec = TextCodec.load(model_folder)
     with Client(str(address), psk_file=psk_file) as client:
         chat = Chat(client, codec, options, console.stream)
@@ -217,7 +222,8 @@ def _loop(console: Console, chat: Chat) -> int:
             case _:
                 try:
                     why = _turn(console, chat, text).why
-                except RequestFailed as error:
+                except KakeyaError as error:
+                    # Whatever it was, the conversation goes on; only another fleet's key will not get better.
                     if error.code is FailureCode.UNAUTHENTICATED:
                         raise
                     console.say(f"error: {error}")

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from daemons.console import Console, fail
+from daemons.console import Console, command_name, fail
 from kakeya_zmq import __version__
 from kakeya_zmq.options import Option, options_for
 from wire.errors import (
@@ -21,6 +21,7 @@ from wire.errors import (
     InvalidInput,
     KakeyaError,
     PortInUseError,
+    RequestFailed,
     SecretFileError,
 )
 
@@ -389,7 +390,8 @@ def _run_demo(options: argparse.Namespace) -> int:
         if options.once or (ours and not finished):
             fleet.stop_fleet(console.say)
     if not options.once:
-        console.say("\nthe fleet keeps running: try `kakeya status`, `kakeya chat`; `kakeya down` stops it")
+        name = command_name()
+        console.say(f"\nthe fleet keeps running: try `{name} status`, `{name} chat`; `{name} down` stops it")
     if options.json:
         console.result(outcome.as_json())
     return EXIT_OK if outcome.ok else EXIT_FAILED
@@ -463,7 +465,13 @@ def _run_chat(options: argparse.Namespace) -> int:
         stop=tuple(options.stop) if options.stop else ChatOptions().stop,
     )
     folder = Path(options.model).expanduser() if options.model else demo_model_folder()
-    return run_chat(Console(json_mode=options.json), address, _psk_file(options), folder, chat_options, options.message)
+    try:
+        return run_chat(Console(json_mode=options.json), address, _psk_file(options), folder, chat_options, options.message)
+    except RequestFailed as error:
+        if error.code is not FailureCode.UNAVAILABLE or options.address or fleet.find_member("primary"):
+            raise
+        remedy = f"start a fleet with `{command_name()} up`, or name a primary with --address"
+        raise RequestFailed(FailureCode.UNAVAILABLE, f"no primary answers at {address}", remedy=remedy) from None
 
 
 def _run_key(options: argparse.Namespace) -> int:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -62,6 +64,16 @@ class Console:
                 bar.update(task, completed=int(done), total=int(total))
 
             yield show
+
+
+def command_name() -> str:
+    """How this command can be called from here: its name when it is on the search path, else its path."""
+    if shutil.which("kakeya"):
+        return "kakeya"
+    path = Path(sys.executable).with_name("kakeya")
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)
 
 
 def fail(message: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from daemons import fleet
-from daemons.console import Console
+from daemons.console import Console, command_name
 from kakeya_zmq.client import Client
 from wire.errors import FailureCode, RequestFailed
 from wire.messages import Status
@@ -39,7 +39,7 @@ def show_status(console: Console, addresses: tuple[str, ...], psk_file: Path) ->
     members = {member.address: member for member in fleet.load_fleet()}
     targets = addresses or tuple(members)
     if not targets:
-        console.say("no fleet is running here; start one with `kakeya up`, or name a node with --address")
+        console.say(f"no fleet is running here; start one with `{command_name()} up`, or name a node with --address")
         if console.json_mode:
             console.result({"nodes": []})
         return 3

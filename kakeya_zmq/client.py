@@ -277,7 +277,7 @@ class Client:
             try:
                 news = self._link.get(timeout=max(deadline - time.monotonic(), 0.0))
             except queue.Empty:
-                raise RequestFailed(FailureCode.UNAVAILABLE, line, remedy="is the primary running there?") from None
+                raise RequestFailed(FailureCode.UNAVAILABLE, line, remedy="is a node running there?") from None
             if news is None:
                 return
             if news == WRONG_PSK:

@@ -197,7 +197,9 @@ def _read_file(path: Path, role: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError("the configuration file is nested too deeply", remedy="see docs/configuration.md") from None
     except OSError as error:
-        raise ConfigError(f"the configuration file cannot be read: {error.strerror}", remedy="check --config") from None
+        raise ConfigError(
+            f"the configuration file {path} cannot be read: {error.strerror}", remedy="check --config"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}

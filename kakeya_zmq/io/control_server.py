@@ -37,7 +37,7 @@ BACKLOG_BYTES_MAX: Final = 64 * limits.MIB
 FLUSH_SECONDS: Final = 0.005
 GOODBYE_LINGER_MS: Final = 300
 """How long a closing socket may take to get its Goodbyes out."""
-REFUSED_WRONG_PSK: Final = "a connection was refused: its PSK is not this fleet's"
+REFUSED_WRONG_PSK: Final = "a connection was refused: its PSK is not this fleet's, or it broke off in the handshake"
 
 _Arguments = TypeVarTuple("_Arguments")
 _log = logging.getLogger(__name__)
