@@ -81,7 +81,8 @@ def read_secret_file(path: Path, *, minimum_bytes: int, what: str) -> bytes:
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        raise SecretFileError(f"the {what} file {path} does not exist", remedy="make a fleet key with `kakeya key new`, or pass the right path") from None
+        remedy = "make a fleet key with `kakeya key new`, or pass the right path"
+        raise SecretFileError(f"the {what} file {path} does not exist", remedy=remedy) from None
     except OSError as error:
         reason = error.strerror or "unknown error"
         raise SecretFileError(
