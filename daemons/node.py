@@ -8,9 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import platform
-import resource
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +19,7 @@ import psutil
 
 from daemons.bulk import BulkShell
 from daemons.dispatch import Dispatcher
+from daemons.memory import peak_memory_bytes
 from daemons.peers import PeerTable
 from kakeya_zmq import __version__
 from kakeya_zmq.config import Settings, kakeya_home
@@ -379,12 +378,6 @@ class Node:
     def _bus_message(self, message: BusMessage) -> None:
         if message.topic is Topic.CARD:
             self._merge((message.payload,), (0,))
-
-
-def peak_memory_bytes() -> int:
-    """The most memory this process has had resident."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def vars_of(value: object) -> dict[str, Value]:

@@ -103,6 +103,8 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         KakeyaError: it could not start.
     """
     tune_heap()
+    if settings.ready_file:
+        check_ready_file(settings.ready_file)
     reactor = Reactor()
     failure: list[BaseException] = []
     reasons: list[str] = []
@@ -121,8 +123,6 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         failure.append(error)
         reactor.stop()
 
-    if settings.ready_file:
-        check_ready_file(settings.ready_file)
     daemon: Daemon | None = None
     try:
         with stop_signals(stop):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import sys
 import time
 from functools import lru_cache
@@ -14,6 +13,7 @@ import numpy as np
 
 from daemons.bench.harness import resident_bytes, serve
 from daemons.bench.programs.fleet_client import FleetClient
+from daemons.memory import peak_memory_bytes
 from kakeya_zmq.blocks import Chain, Part, RawPart, bind_parts
 from kakeya_zmq.compat import Compatibility, block_hash, chain_hashes
 from kakeya_zmq.engine import ModelFacts, TokenArray
@@ -110,7 +110,7 @@ class SealedFetch:
             "wall_s": fetched.elapsed_s,
             "cpu_s": cpu_s,
             "moved_bytes": fetched.moved_bytes,
-            "peak_growth_bytes": _peak_bytes() - resident,
+            "peak_growth_bytes": peak_memory_bytes() - resident,
         }
 
     def digest(self) -> dict[str, object]:
@@ -122,11 +122,6 @@ class SealedFetch:
 
     def close(self) -> None:
         self._client.close()
-
-
-def _peak_bytes() -> int:
-    """The most memory this process ever had in RAM: kilobytes on Linux, bytes on macOS."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def main() -> None:
