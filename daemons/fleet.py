@@ -319,13 +319,3 @@ def stop_fleet(tell: Callable[[str], None]) -> int:
     stop_members(members, tell)
     (run_folder() / "fleet.json").unlink(missing_ok=True)
     return len(members)
-
-
-@contextlib.contextmanager
-def fleet(plan: FleetPlan, tell: Callable[[str], None]) -> Iterator[tuple[Member, ...]]:
-    """A fleet for the duration of a block."""
-    members = start_fleet(plan, tell)
-    try:
-        yield members
-    finally:
-        stop_fleet(tell)

@@ -63,6 +63,8 @@ class Primary:
         self._rates.local.default = settings.local_prefill_tps
         self._explanations = ExplainLog()
         self._facts: ModelFacts | None = None
+        self._fingerprint = b""
+        """The model's, once it is loaded."""
         self._inference: InferenceService | None = None
         self._publisher: Publisher | None = None
         self._ready: Callable[[dict[str, object]], None] = lambda facts: None
@@ -86,6 +88,7 @@ class Primary:
         node = self.node
         self._facts = facts
         node.facts = facts
+        self._fingerprint = facts.compatibility.fingerprint()
         if tokens_per_second > 0:
             self._rates.local.measured = tokens_per_second
         compatibility = facts.compatibility
@@ -122,8 +125,7 @@ class Primary:
     def _publish(self, parts: tuple[Part, ...]) -> None:
         assert self._publisher is not None
         assert self._facts is not None
-        fingerprint = self._facts.compatibility.fingerprint()
-        effects = self._publisher.publish(parts, fingerprint, self._publish_targets(), self._reactor.clock())
+        effects = self._publisher.publish(parts, self._fingerprint, self._publish_targets(), self._reactor.clock())
         self.node.dispatcher.apply(self._publisher, effects)
 
     def _section(self) -> tuple[str, dict[str, Value]]:
@@ -133,7 +135,7 @@ class Primary:
         rates = self._rates
         return "primary", {
             "model_id": self._facts.compatibility.model_id,
-            "fingerprint": self._facts.compatibility.fingerprint().hex()[:16],
+            "fingerprint": self._fingerprint.hex()[:16],
             "policy": self._settings.prefill_policy,
             "sessions": self._inference.session_count,
             "decoding": self._inference.decoding,
@@ -148,7 +150,7 @@ class Primary:
         assert self._facts is not None
         return chain_hashes(
             tokens,
-            self._facts.compatibility.fingerprint(),
+            self._fingerprint,
             self._tenant_key,
             self._facts.requirement.block_tokens,
         )
@@ -157,7 +159,9 @@ class Primary:
         assert self._facts is not None
         options = request.options
         facts = self._facts
-        fingerprint = facts.compatibility.fingerprint()
+        fingerprint = self._fingerprint
+        cards = self._live_cards(options, now)
+        workers, hints = self._workers(cards)
         policy = options.policy if options.policy is not None else POLICIES[self._settings.prefill_policy]
         tokens = request.tokens
 
@@ -173,10 +177,10 @@ class Primary:
             fingerprint=fingerprint,
             policy=policy,
             publish=options.publish,
-            caches=self._caches(options, now),
-            workers=self._workers(options, now),
+            caches=self._caches(cards),
+            workers=workers,
             settings=self._preparation_settings(),
-            hints=self._hints(options, now),
+            hints=hints,
         )
         return PromptPreparation(
             task,
@@ -234,25 +238,30 @@ class Primary:
         client = self.node.peers.find(node_id)
         return client is not None and _is_loopback(client.host)
 
-    def _caches(self, options: CreateSession, now: float) -> tuple[PeerView, ...]:
+    def _caches(self, cards: list[Card]) -> tuple[PeerView, ...]:
         return tuple(
             PeerView(
                 node_id=NodeId(card.node_id),
                 round_trip_ms=self._round_trip_ms(card.node_id),
                 megabytes_per_second=self._link_megabytes_per_second(card.node_id),
             )
-            for card in self._live_cards(options, now)
+            for card in cards
             if card.cache is not None and card.cache.entry_count > 0
         )
 
-    def _workers(self, options: CreateSession, now: float) -> tuple[WorkerView, ...]:
-        assert self._facts is not None
+    def _workers(self, cards: list[Card]) -> tuple[tuple[WorkerView, ...], tuple[str, ...]]:
+        """The workers that can be used, and why others cannot."""
         views: list[WorkerView] = []
-        for card in self._live_cards(options, now):
+        hints: list[str] = []
+        for card in cards:
             worker = card.worker
-            if worker is None or not worker.accepts_jobs:
+            if worker is None:
                 continue
             mismatch = self._mismatch(card)
+            if mismatch:
+                hints.append(mismatch)
+            if not worker.accepts_jobs:
+                continue
             if mismatch:
                 self.node.note("warning", mismatch)
                 continue
@@ -266,16 +275,13 @@ class Primary:
                     free_memory_bytes=worker.ram_bytes_free,
                 )
             )
-        return tuple(views)
-
-    def _hints(self, options: CreateSession, now: float) -> tuple[str, ...]:
-        return tuple(text for card in self._live_cards(options, now) if card.worker and (text := self._mismatch(card)))
+        return tuple(views), tuple(hints)
 
     def _mismatch(self, card: Card) -> str:
         """Why a worker cannot be used, in one line; empty when it can, or when its card offers no work."""
         assert self._facts is not None
         assert card.worker is not None
-        if card.worker.fingerprint == self._facts.compatibility.fingerprint() and (
+        if card.worker.fingerprint == self._fingerprint and (
             card.worker.compatibility.get(TENANT_KEY_ID) == self._tenant_key_id
         ):
             return ""

@@ -155,11 +155,10 @@ class ChunkSealer:
             raise LocalProtocolError(f"{length} bytes are to be opened into buffers of another size")
         position = 0
         if self._aes is None:
-            if self._scratch.nbytes < length:
-                self._scratch = memoryview(bytearray(length))
-            self.open_into(header, index, sealed, self._scratch)
+            opened = self._scratch_of(length)
+            self.open_into(header, index, sealed, opened)
             for out in outs:
-                out[:] = self._scratch[position : position + out.nbytes]
+                out[:] = opened[position : position + out.nbytes]
                 position += out.nbytes
             return
         opening = Cipher(self._algorithm, modes.GCM(_index_nonce(index))).decryptor()
@@ -183,12 +182,16 @@ class ChunkSealer:
         return target.nbytes
 
     def _gather(self, buffers: Sequence[memoryview], length: int) -> memoryview:
-        if self._scratch.nbytes < length:
-            self._scratch = memoryview(bytearray(length))
+        gathered = self._scratch_of(length)
         position = 0
         for buffer in buffers:
-            self._scratch[position : position + buffer.nbytes] = buffer
+            gathered[position : position + buffer.nbytes] = buffer
             position += buffer.nbytes
+        return gathered
+
+    def _scratch_of(self, length: int) -> memoryview:
+        if self._scratch.nbytes < length:
+            self._scratch = memoryview(bytearray(length))
         return self._scratch[:length]
 
 
