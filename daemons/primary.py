@@ -33,6 +33,7 @@ from kakeya_zmq.protocol.prepare_values import (
 )
 from kakeya_zmq.protocol.publish import Publisher, PublishSettings
 from kakeya_zmq.telemetry import ExplainLog, Value, explanation_line
+from wire.bulk import own_suites
 from wire.cards import Card
 from wire.ids import NodeId
 from wire.keys import load_or_create_tenant_key
@@ -202,6 +203,7 @@ class Primary:
             max_import_bytes=int(settings.cache_max_import_gb * GIB),
             minimum_savings_ratio=settings.prefill_min_savings_ratio,
             compute_penalty_ms=settings.primary_prefill_penalty_ms,
+            suites=own_suites(has_aes=self.node.has_aes),
             link_compression=settings.link_compression,
             value_bytes=self._value_bytes(),
         )
@@ -209,6 +211,7 @@ class Primary:
     def _publish_settings(self) -> PublishSettings:
         return PublishSettings(
             replication_factor=self._settings.cache_replication_factor,
+            suites=own_suites(has_aes=self.node.has_aes),
             link_compression=self._settings.link_compression,
             value_bytes=self._value_bytes(),
         )
