@@ -24,6 +24,10 @@ from typing import Final
 
 FORTRAN_RUNTIME: Final = "libgfortran.so.5"
 SYSTEM_NAMES: Final = ("libopenblas.so.0", "libopenblas.so")
+SMALL_PRODUCT_CORES: Final = frozenset({"skylakex", "cooperlake", "sapphirerapids"})
+"""Processor families for which OpenBLAS has kernels that don't copy small matrices (those with AVX-512)."""
+SMALL_PRODUCT_THREADS: Final = 2
+"""Those kernels run on one thread: with more than this, the ordinary ones are as fast."""
 _REMEDY: Final = "run: pip install cmeel-openblas (or install your system's OpenBLAS package)"
 
 
@@ -42,12 +46,14 @@ class BlasReport:
     """What :func:`prepare_blas` did; safe to log.
 
     ``version``: e.g. "OpenBLAS 0.3.31", or empty. ``threads``: what was set, None for the library's own choice.
+    ``small_products``: whether products of one row are faster in small groups (kakeya_zmq.model.single_row).
     ``warning``: one line for the user with the remedy, or empty.
     """
 
     status: BlasStatus
     version: str = ""
     threads: int | None = None
+    small_products: bool = False
     warning: str = ""
 
 
@@ -75,7 +81,9 @@ def prepare_blas(threads: int | None) -> BlasReport:
         return BlasReport(BlasStatus.NOT_FOUND, warning=f"no OpenBLAS found, so MLX computes slowly; {_REMEDY}")
     if threads is not None:
         library.openblas_set_num_threads(ctypes.c_int(threads))
-    return BlasReport(status, version=_version(library), threads=threads)
+    version, core = _describe(library)
+    few = library.openblas_get_num_threads() <= SMALL_PRODUCT_THREADS
+    return BlasReport(status, version=version, threads=threads, small_products=few and core in SMALL_PRODUCT_CORES)
 
 
 def _in_global_scope() -> ctypes.CDLL | None:
@@ -84,7 +92,10 @@ def _in_global_scope() -> ctypes.CDLL | None:
 
 
 def _is_openblas(library: ctypes.CDLL) -> bool:
-    return all(hasattr(library, name) for name in ("openblas_set_num_threads", "openblas_get_config", "cblas_sgemm"))
+    return all(
+        hasattr(library, name)
+        for name in ("openblas_set_num_threads", "openblas_get_config", "openblas_get_corename", "cblas_sgemm")
+    )
 
 
 def _load() -> ctypes.CDLL | None:
@@ -166,8 +177,9 @@ def with_library_name(image: bytes, name: str) -> bytes:
     return image[:at] + name.encode().ljust(end - at, b"\0") + image[end:]
 
 
-def _version(library: ctypes.CDLL) -> str:
-    describe = library.openblas_get_config
-    describe.restype = ctypes.c_char_p
+def _describe(library: ctypes.CDLL) -> tuple[str, str]:
+    """Name with version, and the processor family whose kernels are in use."""
+    describe, core = library.openblas_get_config, library.openblas_get_corename
+    describe.restype = core.restype = ctypes.c_char_p
     words = (describe() or b"").decode("ascii", "replace").split()
-    return " ".join(words[:2])
+    return " ".join(words[:2]), (core() or b"").decode("ascii", "replace").lower()

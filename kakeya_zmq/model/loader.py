@@ -80,6 +80,10 @@ def load_engine(
         tell(report.warning)
     tell(f"loading {name}")
     model = _load_model(folder)
+    if report.small_products:
+        from kakeya_zmq.model.single_row import use_small_products
+
+        use_small_products(model)
     return _assemble(
         model,
         config,
