@@ -60,9 +60,19 @@ class Topic(IntEnum):
     CACHE = 0x02
     """What a store gained and lost."""
     JOB = 0x41
-    """Progress of prefill jobs: counts only."""
-    TELEMETRY = 0x42
-    """Figures of a node."""
+    """Progress of prefill jobs. This and all below: :mod:`wire.events`."""
+    NODE = 0x42
+    """The whole present state of a node, again and again."""
+    REQUEST = 0x43
+    """Finished requests of a primary."""
+    TRANSFER = 0x44
+    """Bulk transfers that have ended."""
+    EVICTION = 0x45
+    """What a store evicted."""
+    SECURITY = 0x46
+    """Refusals, revocations, registrations, key changes."""
+    LOG = 0x47
+    """Noteworthy lines."""
 
     @property
     def group(self) -> Group:

@@ -390,13 +390,28 @@ class Source(_Message, frozen=True, kw_only=True):
     elapsed_ms: float
 
 
+class Decision(_Message, frozen=True, kw_only=True):
+    """One choice of the planner, with the estimates behind it in milliseconds, by option ("compute", "import", ...)."""
+
+    what: Name
+    chosen: OptionalName
+    costs_ms: Annotated[dict[Text, float], Meta(max_length=64)]
+    text: Text
+
+
 class Explanation(_Message, frozen=True, kw_only=True):
-    """Why a prompt cost what it cost. ``reasons``: why it was not better, e.g. "peer b timed out"."""
+    """Why a prompt cost what it cost. ``reasons``: why it was not better, e.g. "peer b timed out".
+
+    ``diverged_at``: the first token position at which the prompt differs from everything cached that begins like it, to
+    the block; None when nothing is known or all of it matched.
+    """
 
     prompt_tokens: Count
     sources: tuple[Source, ...]
     reasons: tuple[Text, ...]
     elapsed_ms: float
+    decisions: Annotated[tuple[Decision, ...], Meta(max_length=32)] = ()
+    diverged_at: Count | None = None
 
 
 class Appended(_Message, frozen=True, kw_only=True, tag=107):

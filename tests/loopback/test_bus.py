@@ -103,12 +103,12 @@ class Forger:
 def test_messages_arrive_in_order_and_only_those_of_subscribed_topics(reactor: Reactor) -> None:
     joined: list[Topic] = []
     publisher = Publisher(reactor, bind=LOOPBACK, local=node("p", 7), fleet_key=KEY, on_subscribed=joined.append)
-    listener = Listener(reactor, Topic.CARD, Topic.TELEMETRY, address=publisher.address)
+    listener = Listener(reactor, Topic.CARD, Topic.NODE, address=publisher.address)
     until(reactor, lambda: len(joined) == 2)
     for number in range(300):
         assert publisher.publish(Topic.CARD, b"card %d" % number)
         assert publisher.publish(Topic.JOB, b"job")
-    assert publisher.publish(Topic.TELEMETRY, b"figures")
+    assert publisher.publish(Topic.NODE, b"figures")
     until(reactor, lambda: len(listener.messages) == 301)
     assert listener.payloads == [b"card %d" % number for number in range(300)] + [b"figures"]
     assert listener.messages[0] == BusMessage(NodeId("p"), Topic.CARD, 7, 1, b"card 0")
@@ -193,7 +193,7 @@ def test_a_reader_with_the_telemetry_key_gets_telemetry_and_nothing_else(reactor
     joined: list[Topic] = []
     publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=joined.append)
     reader = KEY.telemetry_key()
-    listener = Listener(reactor, Topic.TELEMETRY, Topic.JOB, keys=reader, address=publisher.address)
+    listener = Listener(reactor, Topic.NODE, Topic.JOB, keys=reader, address=publisher.address)
     until(reactor, lambda: len(joined) == 2)
     publisher.publish(Topic.CARD, b"for members")
     publisher.publish(Topic.JOB, b"job")
@@ -231,7 +231,7 @@ def test_a_payload_that_is_too_large_is_counted_and_makes_no_gap(reactor: Reacto
 
 def test_gaps_repeats_old_and_forged_messages(reactor: Reactor) -> None:
     forger = Forger(reactor)
-    listener = Listener(reactor, Topic.CARD, Topic.TELEMETRY, address=forger.address)
+    listener = Listener(reactor, Topic.CARD, Topic.NODE, address=forger.address)
     until(reactor, lambda: forger.subscribed == 2)
     first = forger.sealed(1)
     for frames in (

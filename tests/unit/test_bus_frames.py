@@ -80,7 +80,7 @@ def test_equal_messages_never_look_alike() -> None:
 
 def test_the_telemetry_key_opens_telemetry_only() -> None:
     reader = {Group.TELEMETRY: TELEMETRY_KEY}
-    telemetry = BusMessage(NodeId("n"), Topic.TELEMETRY, 1, 1, b"x")
+    telemetry = BusMessage(NodeId("n"), Topic.NODE, 1, 1, b"x")
     assert open_message(sealed(telemetry), reader) == telemetry
     with pytest.raises(RemoteProtocolError, match="not ours"):
         open_message(sealed(EXAMPLE), reader)

@@ -1,0 +1,255 @@
+"""Telemetry events: what nodes tell on the bus about what they do, for dashboards, monitors and metrics.
+
+Each telemetry topic of :class:`wire.bus.Topic` carries exactly one kind of event, as a msgpack map. Readers are not members
+of the fleet and may be older or newer than the node they listen to: unknown fields are ignored, missing ones have defaults.
+Which node speaks, and in which order, is in the bus message itself (node id, incarnation, sequence).
+
+No event holds a prompt, a token, a hash of tokens or a key. Addresses occur in :class:`NodeSnapshot` only: a reader that
+shows them to others decides who may see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Final, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wire.bus import PAYLOAD_BYTES_MAX, Topic
+from wire.codec import decode_bounded, encode_bounded
+from wire.errors import RemoteProtocolError
+from wire.messages import Count, Name, OptionalName, Text
+
+Scalar: TypeAlias = int | float | str | bool | None
+Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
+Ratio = Annotated[float, Meta(ge=0.0, le=1e12)]
+"""A rate or quotient that is never negative; 0 when nothing was measured."""
+SECTIONS_MAX: Final = 16
+FIGURES_MAX: Final = 512
+PEERS_MAX: Final = 256
+SOURCES_MAX: Final = 64
+REASONS_MAX: Final = 32
+
+
+class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    pass
+
+
+class EndpointView(_Event, frozen=True, kw_only=True):
+    """One way to reach a node. ``rtt_ms``: measured from the node that tells it, 0 when it is not."""
+
+    address: Annotated[str, Meta(max_length=262)]
+    network: OptionalName = "default"
+    priority: Count = 0
+    rtt_ms: Milliseconds = 0.0
+
+
+class ModelView(_Event, frozen=True, kw_only=True):
+    model_id: Name
+    role: OptionalName = ""
+    quantization: OptionalName = ""
+    tokens_per_second: Ratio = 0.0
+    cache_format_version: OptionalName = ""
+    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+    """Hexadecimal SHA-256 of the compatibility tuple (of the model, not of any prompt)."""
+    tenant: OptionalName = "default"
+
+
+class WorkerView(_Event, frozen=True, kw_only=True):
+    max_concurrent_jobs: Count = 1
+    inflight_jobs: Count = 0
+    queued_jobs: Count = 0
+    queued_tokens: Count = 0
+    load: Ratio = 0.0
+    tokens_per_second: Ratio = 0.0
+    ram_bytes_free: Count = 0
+    accepts_jobs: bool = True
+
+
+class PeerView(_Event, frozen=True, kw_only=True):
+    """Another node as this one sees it. ``bus_address``: where its bus listens, "" when that is not known.
+
+    ``state``: connected, connecting, known (by its card only). Rates are measured, 0 when they are not.
+    """
+
+    node_id: Name
+    roles: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()
+    state: OptionalName = ""
+    bus_address: Annotated[str, Meta(max_length=262)] = ""
+    rtt_ms: Milliseconds = 0.0
+    megabytes_per_second: Ratio = 0.0
+    card_age_ms: Count = 0
+    ttl_ms: Count = 0
+    clock_skew_ms: float = 0.0
+    """How far the peer's wall clock is ahead of ours, for people; no decision uses it."""
+
+
+class NodeSnapshot(_Event, frozen=True, kw_only=True):
+    """The whole present state of a node: published regularly, and at once when a reader subscribes.
+
+    ``sections``: the same named groups of figures as its Status (docs/telemetry.md). ``interval_ms``: a reader that hears
+    nothing for three of them calls the node stale; after ``ttl_ms`` it is gone.
+    """
+
+    roles: Annotated[tuple[Name, ...], Meta(max_length=8)]
+    software: OptionalName = ""
+    platform: OptionalName = ""
+    state: OptionalName = ""
+    uptime_s: Ratio = 0.0
+    memory_bytes: Count = 0
+    """Physical memory of the machine."""
+    interval_ms: Count = 2000
+    ttl_ms: Count = 120_000
+    endpoints: Annotated[tuple[EndpointView, ...], Meta(max_length=16)] = ()
+    models: Annotated[tuple[ModelView, ...], Meta(max_length=16)] = ()
+    worker: WorkerView | None = None
+    sections: Annotated[
+        dict[Name, Annotated[dict[Name, Scalar], Meta(max_length=FIGURES_MAX)]], Meta(max_length=SECTIONS_MAX)
+    ] = {}
+    peers: Annotated[tuple[PeerView, ...], Meta(max_length=PEERS_MAX)] = ()
+
+
+class JobEvent(_Event, frozen=True, kw_only=True):
+    """Progress of one prefill job. ``place``: "worker" (computed for another node) or "primary" (computed here).
+
+    ``state``: queued, running, completed, failed, cancelled; the last three are final. ``job_id`` is random.
+    """
+
+    job_id: Name
+    place: OptionalName = "worker"
+    state: Name
+    asker: OptionalName = ""
+    tenant: OptionalName = "default"
+    tokens_total: Count = 0
+    tokens_done: Count = 0
+    tokens_reused: Count = 0
+    elapsed_ms: Milliseconds = 0.0
+    tokens_per_second: Ratio = 0.0
+    eta_ms: Milliseconds = 0.0
+    """Estimated time until the end, 0 when it is not known."""
+    reason: Text = ""
+
+
+class SourceView(_Event, frozen=True, kw_only=True):
+    """One stretch [start, end) of a prompt. ``kind``: computed, hot, remote_cache, worker, live."""
+
+    kind: Name
+    start: Count
+    end: Count
+    node_id: OptionalName = ""
+    transfer_bytes: Count = 0
+    elapsed_ms: Milliseconds = 0.0
+
+
+class DecisionView(_Event, frozen=True, kw_only=True):
+    """One choice of the planner. ``costs_ms``: by option ("compute", "import", "worker NAME"), what it was estimated at."""
+
+    what: Name
+    chosen: OptionalName
+    costs_ms: Annotated[dict[Text, float], Meta(max_length=64)] = {}
+    text: Text = ""
+
+
+class RequestEvent(_Event, frozen=True, kw_only=True):
+    """One finished request of a primary: where its KV came from, what it cost, and why it was not better.
+
+    ``operation``: append or generate. ``outcome``: ready, unavailable, cancelled, failed. ``diverged_at``: the first token
+    that differs from what was cached, or None. ``ttft_ms``: from the append's start to the first token, once it is known.
+    """
+
+    request_id: Name
+    operation: Name
+    outcome: Name
+    source: OptionalName = ""
+    """Where most of the prompt came from, a kind of :class:`SourceView`."""
+    prompt_tokens: Count = 0
+    boundary: Count = 0
+    """Tokens that did not have to be computed."""
+    generated_tokens: Count = 0
+    transfer_bytes: Count = 0
+    elapsed_ms: Milliseconds = 0.0
+    ttft_ms: Milliseconds = 0.0
+    decode_tokens_per_second: Ratio = 0.0
+    diverged_at: Count | None = None
+    stop_reason: OptionalName = ""
+    sources: Annotated[tuple[SourceView, ...], Meta(max_length=SOURCES_MAX)] = ()
+    decisions: Annotated[tuple[DecisionView, ...], Meta(max_length=32)] = ()
+    reasons: Annotated[tuple[Text, ...], Meta(max_length=REASONS_MAX)] = ()
+
+
+class TransferEvent(_Event, frozen=True, kw_only=True):
+    """One bulk transfer that has ended. ``direction``: in or out; ``purpose``: fetch, job, publish."""
+
+    direction: Name
+    purpose: OptionalName = ""
+    peer: OptionalName = ""
+    parts: Count = 0
+    payload_bytes: Count = 0
+    elapsed_ms: Milliseconds = 0.0
+    codec: OptionalName = "none"
+    ok: bool = True
+    reason: Text = ""
+
+
+class EvictionEvent(_Event, frozen=True, kw_only=True):
+    """Parts that a store evicted within ``interval_ms``."""
+
+    parts: Count
+    size_bytes: Count
+    interval_ms: Count = 0
+    bytes_used: Count = 0
+    max_bytes: Count = 0
+
+
+class SecurityEvent(_Event, frozen=True, kw_only=True):
+    """Something was refused, revoked, registered or changed. ``kind`` is one of the names in docs/telemetry.md."""
+
+    kind: Name
+    subject: OptionalName = ""
+    """A node id, where one was proven."""
+    count: Count = 1
+    text: Text = ""
+
+
+class LogEvent(_Event, frozen=True, kw_only=True):
+    """A noteworthy line. ``level``: info, warning, error."""
+
+    level: Name
+    text: Text
+
+
+Event: TypeAlias = NodeSnapshot | JobEvent | RequestEvent | TransferEvent | EvictionEvent | SecurityEvent | LogEvent
+
+EVENT_TYPES: Final[Mapping[Topic, type[Event]]] = {
+    Topic.NODE: NodeSnapshot,
+    Topic.JOB: JobEvent,
+    Topic.REQUEST: RequestEvent,
+    Topic.TRANSFER: TransferEvent,
+    Topic.EVICTION: EvictionEvent,
+    Topic.SECURITY: SecurityEvent,
+    Topic.LOG: LogEvent,
+}
+TOPIC_OF: Final[Mapping[type[Event], Topic]] = {kind: topic for topic, kind in EVENT_TYPES.items()}
+_DECODERS: Final = {topic: msgspec.msgpack.Decoder(kind) for topic, kind in EVENT_TYPES.items()}
+
+
+def encode_event(event: Event) -> bytes:
+    """The payload of a bus message on the topic of this kind of event.
+
+    Raises:
+        LocalProtocolError: larger than one bus message.
+    """
+    return encode_bounded(event, PAYLOAD_BYTES_MAX)
+
+
+def decode_event(topic: Topic, payload: bytes) -> Event:
+    """The event a bus message carries.
+
+    Raises:
+        RemoteProtocolError: no telemetry topic, oversize or malformed.
+    """
+    decoder = _DECODERS.get(topic)
+    if decoder is None:
+        raise RemoteProtocolError(f"topic {topic.name} carries no telemetry event")
+    return decode_bounded(decoder, payload, PAYLOAD_BYTES_MAX, "telemetry event")
