@@ -56,12 +56,15 @@ class KvCodecs:
     def load(self, folder: str, threads: int) -> dict[str, object]:
         from kakeya_zmq.model.blas import prepare_blas
 
-        prepare_blas(threads)
+        report = prepare_blas(threads)
         from mlx_lm.utils import load_model
 
         from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+        from kakeya_zmq.model.single_row import use_small_products
 
         self._model, _ = load_model(Path(folder), lazy=False)
+        if report.small_products:
+            use_small_products(self._model)
         self._layout = CacheLayout(self._model, block_tokens=BLOCK_TOKENS_DEFAULT, policy=CachePolicy.native())
         return {"kv_dtype": self._layout.kv_dtype}
 
