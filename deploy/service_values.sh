@@ -1,0 +1,33 @@
+# Values that several services share: what names the namespace. Source it after service_lib.sh.
+# shellcheck shell=bash
+
+# Names and values of an earlier system's environment, turned into this one's settings.
+# Sets KAKEYA_REVISION_LABEL, KAKEYA_ASSERT_COMPATIBILITY and KAKEYA_CACHE_COMPRESSION.
+name_the_namespace() {
+    local label="" asserted="" pair name value
+    # Names of one's own become part of the namespace; the digests of model and tokenizer always are.
+    for value in "${KAKEYA_MODEL_REVISION:-}" "${KAKEYA_TOKENIZER_REVISION:-}"; do
+        label="$label${label:+/}$value"
+    done
+    KAKEYA_REVISION_LABEL="${KAKEYA_REVISION_LABEL:-${label%/}}"
+    for pair in "layer_geometry_hash=${KAKEYA_LAYER_GEOMETRY_HASH:-}" "rope_hash=${KAKEYA_ROPE_HASH:-}" \
+        "quantization=${KAKEYA_CACHE_QUANTIZATION:-}"; do
+        name="${pair%%=*}"
+        value="${pair#*=}"
+        [ -z "$value" ] || asserted="$asserted${asserted:+,}$name=$value"
+    done
+    KAKEYA_ASSERT_COMPATIBILITY="${KAKEYA_ASSERT_COMPATIBILITY:-$asserted}"
+    KAKEYA_CACHE_COMPRESSION="${KAKEYA_CACHE_COMPRESSION:-none}"
+    case "${KAKEYA_CACHE_FORMAT_VERSION:-}" in
+        "") ;;
+        kakeya-prefill-v3-kl-d4-q38) need_compression kakeyalattice-d4 ;;
+        kakeya-prefill-v2-zlib) need_compression zlib ;;
+        *) refuse "KAKEYA_CACHE_FORMAT_VERSION is not known: leave it out, KAKEYA_CACHE_COMPRESSION says how KV is stored" ;;
+    esac
+    export KAKEYA_REVISION_LABEL KAKEYA_ASSERT_COMPATIBILITY KAKEYA_CACHE_COMPRESSION
+}
+
+need_compression() {
+    [ "$KAKEYA_CACHE_COMPRESSION" = "$1" ] ||
+        refuse "KAKEYA_CACHE_FORMAT_VERSION=$KAKEYA_CACHE_FORMAT_VERSION goes with KAKEYA_CACHE_COMPRESSION=$1"
+}
