@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
 from daemons.console import Console, command_name, fail
+from daemons.dashboard_flags import add_dashboard_commands
 from kakeya_zmq import __version__
 from kakeya_zmq.options import Option, options_for
 from wire.errors import (
@@ -39,6 +41,7 @@ start here:
   kakeya up                   start primary, worker and cache peer in the background
   kakeya chat                 talk to the primary; every turn says what it cost
   kakeya status               what runs, who knows whom, what was reused
+  kakeya explain              what the last requests cost, and why
   kakeya down                 stop the fleet
 
 exit codes:
@@ -117,8 +120,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_daemons(commands)
     _add_key(commands)
+    _add_audit(commands)
     _add_model(commands)
     _add_bench(commands)
+    add_dashboard_commands(lambda name, description, examples: _command_parser(commands, name, description, examples))
     return parser
 
 
@@ -174,6 +179,30 @@ def _add_fleet_commands(commands: Any) -> None:
     _psk_flag(status)
     _json_flag(status)
     status.set_defaults(run=_run_status)
+    _add_views(commands)
+
+
+def _add_views(commands: Any) -> None:
+    explained = _command_parser(
+        commands,
+        "explain",
+        "Show where the KV of the last requests came from, what it cost, and why it was not better.",
+        "examples:\n  kakeya explain                    the last 10 requests of the local primary\n"
+        "  kakeya explain --last 50 --json\n  kakeya explain --follow           go on with new ones, until interrupted\n",
+    )
+    explained.add_argument("--last", type=int, default=10, metavar="N", help="how many requests (default 10, at most 256)")
+    explained.add_argument("--follow", action="store_true", help="go on with new ones; with --json one object a line")
+    kvfs = _command_parser(
+        commands,
+        "kvfs",
+        "Show which namespaces of KV the fleet has, and which node holds how much of each.",
+        "examples:\n  kakeya kvfs\n  kakeya kvfs --address 192.168.1.20:51051 --json\n",
+    )
+    for parser, run in ((explained, _run_explain), (kvfs, _run_kvfs)):
+        parser.add_argument("--address", default="", metavar="HOST:PORT", help="the primary (default: the local fleet's)")
+        _psk_flag(parser)
+        _json_flag(parser)
+        parser.set_defaults(run=run)
 
 
 def _add_chat(commands: Any) -> None:
@@ -231,6 +260,8 @@ def _add_daemons(commands: Any) -> None:
             "a flag wins over the environment, which wins over the file.\n",
         )
         parser.add_argument("--config", default="", metavar="FILE", help="TOML file with settings")
+        check_help = "check settings, keys and model folder, and leave"
+        parser.add_argument("--check-settings", action="store_true", help=check_help)
         for option in options_for(role):
             _add_option(parser, option)
         parser.set_defaults(run=_run_daemon, role=role)
@@ -255,6 +286,8 @@ def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
         parser.add_argument(option.flag, action="append", default=None, metavar=metavar, help=text)
     elif option.kind == "choice":
         parser.add_argument(option.flag, default=None, metavar="{" + ",".join(option.choices) + "}", help=text)
+    elif option.kind == "switch":
+        parser.add_argument(option.flag, nargs="?", const="1", default=None, metavar="0|1", help=text)
     else:
         parser.add_argument(option.flag, default=None, metavar=metavar, help=text)
 
@@ -263,14 +296,32 @@ def _add_key(commands: Any) -> None:
     key = _command_parser(
         commands,
         "key",
-        "Make the fleet's key, or show the state of the keys.",
+        "Make the fleet's key or the telemetry-read key, or show the state of the keys.",
         "examples:\n  kakeya key new      make ~/.kakeya/fleet.psk; copy it to every machine of the fleet\n"
+        "  kakeya key telemetry    make ~/.kakeya/telemetry.key of it, all that a dashboard elsewhere needs\n"
         "  kakeya key show     whether the keys are there and safe; never shows a key itself\n",
     )
-    key.add_argument("action", choices=("new", "show"))
+    key.add_argument("action", choices=("new", "telemetry", "show"))
     _psk_flag(key)
     _json_flag(key)
     key.set_defaults(run=_run_key)
+
+
+def _add_audit(commands: Any) -> None:
+    audit = _command_parser(
+        commands,
+        "audit",
+        "Show who was refused, who came in for the first time, and which keys changed.",
+        "examples:\n  kakeya audit                       the last 50 entries of the nodes on this machine\n"
+        "  kakeya audit --node-id primary-mac --last 500 --json\n  kakeya audit --follow\n",
+    )
+    audit.add_argument(
+        "--node-id", action="append", default=[], metavar="NAME", help="a node of this machine (default: all); repeatable"
+    )
+    audit.add_argument("--last", type=int, default=50, metavar="N", help="how many of the entries so far (default 50)")
+    audit.add_argument("--follow", action="store_true", help="go on with new entries, until interrupted")
+    audit.add_argument("--json", action="store_true", help="one JSON object a line, one line an entry")
+    audit.set_defaults(run=_run_audit)
 
 
 def _add_model(commands: Any) -> None:
@@ -355,6 +406,11 @@ def _serve(options: argparse.Namespace) -> int:
     flags = {option.name: getattr(options, option.name) for option in options_for(options.role)}
     file = Path(options.config).expanduser() if options.config else None
     settings = resolve_settings(options.role, flags, file=file).settings
+    if options.check_settings:
+        from daemons.check import check_settings
+
+        check_settings(settings)
+        return EXIT_OK
     set_up_logging(settings.log_level)
     match options.role:
         case "primary":
@@ -390,6 +446,7 @@ def _run_demo(options: argparse.Namespace) -> int:
         if options.once or (ours and not finished):
             fleet.stop_fleet(console.say)
     if not options.once:
+        _start_dashboard(console, ephemeral=options.ephemeral)
         name = command_name()
         console.say(f"\nthe fleet keeps running: try `{name} status`, `{name} chat`; `{name} down` stops it")
     if options.json:
@@ -404,11 +461,21 @@ def _run_up(options: argparse.Namespace) -> int:
     _prepared_model(console, options.model)
     members = fleet.start_fleet(_local_plan(options.model, ephemeral=options.ephemeral), console.say)
     _show_members(console, members)
+    url = _start_dashboard(console, ephemeral=options.ephemeral)
     if options.json:
-        console.result(
-            {"members": [{"role": m.role, "node_id": m.node_id, "address": m.address, "pid": m.pid} for m in members]}
-        )
+        rows = [{"role": m.role, "node_id": m.node_id, "address": m.address, "pid": m.pid} for m in members]
+        console.result({"members": rows, "dashboard": url})
     return EXIT_OK
+
+
+def _start_dashboard(console: Console, *, ephemeral: bool) -> str:
+    from daemons.dashboard_process import start_dashboard, url_of
+
+    member = start_dashboard(console.say, ephemeral=ephemeral)
+    if member is None:
+        return ""
+    console.say(f"dashboard: {url_of(member)}")
+    return url_of(member)
 
 
 def _local_plan(model: str, *, ephemeral: bool) -> Any:
@@ -449,13 +516,41 @@ def _run_status(options: argparse.Namespace) -> int:
     return show_status(Console(json_mode=options.json), tuple(options.address), _psk_file(options))
 
 
-def _run_chat(options: argparse.Namespace) -> int:
+def _run_explain(options: argparse.Namespace) -> int:
+    from daemons.explain import explain
+
+    with _primary_at(options) as address:
+        console = Console(json_mode=options.json)
+        return explain(console, address, _psk_file(options), count=options.last, follow=options.follow)
+
+
+def _run_kvfs(options: argparse.Namespace) -> int:
+    from daemons.explain import show_kvfs
+
+    with _primary_at(options) as address:
+        return show_kvfs(Console(json_mode=options.json), address, _psk_file(options))
+
+
+@contextlib.contextmanager
+def _primary_at(options: argparse.Namespace) -> Iterator[Any]:
+    """The address that was given, or the local fleet's; says how to get one when nothing answers there."""
     from daemons import fleet
-    from daemons.chat import ChatOptions, run_chat
-    from kakeya_zmq.demo.prepare import demo_model_folder
     from kakeya_zmq.io.sockets import parse_address
 
     address = parse_address(options.address) if options.address else fleet.primary_address()
+    try:
+        yield address
+    except RequestFailed as error:
+        if error.code is not FailureCode.UNAVAILABLE or options.address or fleet.find_member("primary"):
+            raise
+        remedy = f"start a fleet with `{command_name()} up`, or name a primary with --address"
+        raise RequestFailed(FailureCode.UNAVAILABLE, f"no primary answers at {address}", remedy=remedy) from None
+
+
+def _run_chat(options: argparse.Namespace) -> int:
+    from daemons.chat import ChatOptions, run_chat
+    from kakeya_zmq.demo.prepare import demo_model_folder
+
     chat_options = ChatOptions(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -465,13 +560,8 @@ def _run_chat(options: argparse.Namespace) -> int:
         stop=tuple(options.stop) if options.stop else ChatOptions().stop,
     )
     folder = Path(options.model).expanduser() if options.model else demo_model_folder()
-    try:
+    with _primary_at(options) as address:
         return run_chat(Console(json_mode=options.json), address, _psk_file(options), folder, chat_options, options.message)
-    except RequestFailed as error:
-        if error.code is not FailureCode.UNAVAILABLE or options.address or fleet.find_member("primary"):
-            raise
-        remedy = f"start a fleet with `{command_name()} up`, or name a primary with --address"
-        raise RequestFailed(FailureCode.UNAVAILABLE, f"no primary answers at {address}", remedy=remedy) from None
 
 
 def _run_key(options: argparse.Namespace) -> int:
@@ -483,11 +573,26 @@ def _run_key(options: argparse.Namespace) -> int:
     if options.action == "new":
         write_secret_file(path, FleetKey.generate())
         console.say("made a new fleet key (mode 0600); copy it to every machine of the fleet over a safe channel")
+    elif options.action == "telemetry":
+        from daemons.dashboard_command import TELEMETRY_KEY_FILE, write_telemetry_key
+
+        made = write_telemetry_key(path.with_name(TELEMETRY_KEY_FILE), path)
+        console.say(
+            f"{'made' if made else 'kept'} the telemetry-read key (mode 0600), which opens telemetry and nothing else"
+        )
     states = key_states(path)
     console.table("keys", ("key", "state"), [(state["key"], state["state"]) for state in states])
     if options.json:
         console.result({"keys": states})
     return EXIT_OK if all(state["usable"] for state in states) else EXIT_NOT_AUTHENTICATED
+
+
+def _run_audit(options: argparse.Namespace) -> int:
+    from daemons.audit_command import show_audit
+
+    if options.last < 0:
+        raise ConfigError("--last is a whole number from 0")
+    return show_audit(tuple(options.node_id), last=options.last, follow=options.follow, as_json=options.json)
 
 
 def _run_model(options: argparse.Namespace) -> int:

@@ -86,6 +86,8 @@ class Dispatcher:
         self._effects = EffectQueue(self._carry_out)
         self.lanes: Lanes | None = None
         self.runner: EngineRunner | None = None
+        self.observe: Callable[[object], None] = lambda seen: None
+        """Told every event of a machine before the machine, and every effect before it is carried out; must not raise."""
 
     # --- set-up ----------------------------------------------------------------------------------------------------
 
@@ -112,6 +114,7 @@ class Dispatcher:
 
     def feed(self, machine: Machine, event: object) -> None:
         """Give a machine an event and carry out what it answers."""
+        self.observe(event)
         try:
             effects = machine.on(event, self._reactor.clock())
         except Exception as error:
@@ -131,7 +134,9 @@ class Dispatcher:
         _log.error("%s failed at %s: %s", type(machine).__name__, type(event).__name__, describe_exception(error))
         for key in [key for key, (owner, _) in self._requests.items() if owner is machine]:
             _, incoming = self._requests.pop(key)
-            incoming.fail(FailureCode.INTERNAL, "this node failed in the middle of the request; see its log")
+            text = "this node failed in the middle of the request; see its log"
+            self.observe(fx.SendFailure(key, FailureCode.INTERNAL, text))
+            incoming.fail(FailureCode.INTERNAL, text)
 
     def request(self, incoming: IncomingRequest) -> bool:
         """Route a peer's request; False when no machine handles its body."""
@@ -154,6 +159,7 @@ class Dispatcher:
         except Exception:
             # A bug in the machine: the server answers for it, and nothing may wait for an answer from here.
             self._requests.pop(key, None)
+            self.observe(fx.SendFailure(key, FailureCode.INTERNAL, "this node failed at the request; see its log"))
             raise
         return True
 
@@ -191,6 +197,7 @@ class Dispatcher:
 
     def _carry_out(self, entry: tuple[Machine, object]) -> None:
         machine, effect = entry
+        self.observe(effect)
         try:
             self._apply_one(machine, effect)
         except Exception as error:  # whatever it is: the other effects, of other users, must be carried out

@@ -94,6 +94,7 @@ def make_runner(
         loaded = load_engine(
             folder,
             model_id=settings.model_id or None,
+            revision_label=settings.revision_label,
             block_tokens=settings.cache_block_tokens,
             segment_tokens=settings.prefill_compute_chunk_tokens,
             policy=CachePolicy.sink_window(settings.sink, settings.window) if bounded else CachePolicy.native(),

@@ -42,6 +42,8 @@ class Member:
     created: float
     log: str
     arguments: tuple[str, ...]
+    bus_address: str = ""
+    """Where its event bus listens, for the dashboard; empty when it has none."""
 
     @property
     def alive(self) -> bool:
@@ -230,6 +232,7 @@ class Starting:
             created=created,
             log=str(self.log),
             arguments=self.arguments,
+            bus_address=_bus_address(facts),
         )
 
     def _last_line(self) -> str:
@@ -240,6 +243,11 @@ class Starting:
         except OSError:
             lines = []
         return lines[-1] if lines else "no output"
+
+
+def _bus_address(facts: dict[str, object]) -> str:
+    port = facts.get("bus_port")
+    return str(Address(parse_address(str(facts["address"])).host, port)) if isinstance(port, int) and port else ""
 
 
 @contextlib.contextmanager
@@ -315,7 +323,9 @@ def stop_members(members: Sequence[Member], tell: Callable[[str], None]) -> None
 
 def stop_fleet(tell: Callable[[str], None]) -> int:
     """Stop everything noted; how many were running."""
+    from daemons.dashboard_process import stop_dashboard
+
     members = live_members()
     stop_members(members, tell)
     (run_folder() / "fleet.json").unlink(missing_ok=True)
-    return len(members)
+    return len(members) + stop_dashboard(tell)

@@ -17,33 +17,45 @@ from pathlib import Path
 
 import psutil
 
+from daemons.askers import Askers
 from daemons.bulk import BulkShell
+from daemons.cache_budget import CacheBudget
 from daemons.dispatch import Dispatcher
+from daemons.membership import Membership, announced_endpoints, next_incarnation
 from daemons.memory import peak_memory_bytes
-from daemons.peers import PeerTable
+from daemons.security import Security
+from daemons.telemetry_feed import NodeTelemetry
 from kakeya_zmq import __version__
 from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.engine import ModelFacts
 from kakeya_zmq.io.bus import Publisher as BusPublisher
 from kakeya_zmq.io.bus import Subscriber
-from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
+from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, check_libzmq, parse_address, parse_port_range
-from kakeya_zmq.protocol import directory as dm
 from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.serve import CacheService
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from kakeya_zmq.store import BlockStore
 from kakeya_zmq.telemetry import Counters, Value
 from wire.bulk import has_hardware_aes
-from wire.bus import BusMessage, Topic
-from wire.cards import CacheOffering, Card, Endpoint, ModelOffering, WorkerOffering, sign_card
+from wire.bus import BusMessage, Group, Topic
+from wire.cards import (
+    HELD_NAMESPACES_MAX,
+    CacheOffering,
+    Card,
+    HeldNamespace,
+    ModelOffering,
+    WorkerOffering,
+    sign_card,
+)
 from wire.errors import FailureCode
+from wire.events import SecurityKind
 from wire.ids import NodeId
 from wire.keys import FleetKey, NodeIdentity
 from wire.limits import NAME_CHARACTERS_MAX, TEXT_CHARACTERS_MAX, check_limits
-from wire.messages import CardList, ExchangeCards, GetStatus, ReplyBody, Status
+from wire.messages import ExchangeCards, GetRequests, GetStatus, Status
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +94,6 @@ class Node:
 
     Args:
         roles: what it is, for its card.
-        on_peers_changed: called when a node appeared, changed or vanished.
 
     Raises:
         PortInUseError: --bind or --bus-bind is taken.
@@ -92,6 +103,7 @@ class Node:
     def __init__(self, reactor: Reactor, settings: Settings, keys: NodeKeys, *, roles: tuple[str, ...]) -> None:
         check_limits()
         check_libzmq()
+        raise_descriptor_limit()
         self.reactor = reactor
         self.settings = settings
         self.ids = IdAllocator(itertools.count(1).__next__)
@@ -101,8 +113,6 @@ class Node:
         self.notes: deque[str] = deque(maxlen=NOTES_KEPT)
         self.facts: ModelFacts | None = None
         self.state = "starting"
-        self.exchanges = 0
-        """Exchanges of cards this node has asked for."""
         self.sections: list[Callable[[], tuple[str, dict[str, Value]]]] = []
         """Further status sections, added by roles."""
         self.worker_offering: Callable[[], WorkerOffering] | None = None
@@ -112,8 +122,16 @@ class Node:
             node_id=NodeId(settings.node_id),
             identity=keys.identity,
             roles=roles,
-            incarnation=time.time_ns(),
+            incarnation=next_incarnation(node_folder(settings.node_id)),
             software=f"kakeya-zmq {__version__}"[:NAME_CHARACTERS_MAX],
+        )
+        self.security = Security(
+            reactor,
+            settings,
+            identity=keys.identity,
+            fleet_key=keys.fleet_key,
+            folder=node_folder(settings.node_id),
+            refused=lambda reason: self._refused(reason, SecurityKind.TRANSFER_REFUSED),
         )
         bind = parse_address(settings.bind)
         self.bus = BusPublisher(
@@ -122,23 +140,35 @@ class Node:
             local=self.local,
             fleet_key=keys.fleet_key,
             on_subscribed=self._subscribed,
+            on_refused=lambda reason: self._refused(reason, SecurityKind.BUS_REFUSED),
+            connections_max=settings.max_connections,
         )
+        self.telemetry = NodeTelemetry(self)
         self.subscriber = Subscriber(
             reactor, keys=keys.fleet_key, topics=[Topic.CARD], on_message=self._bus_message, on_gap=lambda *_: None
         )
-        self.peers = PeerTable(
-            reactor, local=self.local, fleet_key=keys.fleet_key, on_up=self._peer_up, on_down=self._peer_down
-        )
-        self.dispatcher = Dispatcher(reactor, find_client=self.peers.find, count=self.counters.add, note=self.note)
-        self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes)
-        self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes)
-        self.directory = dm.Directory(
-            node_id=settings.node_id,
+        self.membership = Membership(
+            reactor,
+            settings,
+            local=self.local,
+            fleet_key=keys.fleet_key,
             make_card=self._make_card,
-            settings=dm.DirectorySettings(
-                interval_s=settings.gossip_interval_s, first_interval_s=min(1.0, settings.gossip_interval_s)
-            ),
+            publish=lambda card: self.bus.publish(Topic.CARD, card),
+            subscriber=self.subscriber,
+            note=self.note,
+            counters=self.counters,
         )
+        self.askers = Askers()
+        self.membership.restarted.append(self.askers.end_older)
+        self.membership.noticed += [self.telemetry.security, self._noticed]
+        self.peers, self.directory = self.membership.peers, self.membership.directory
+        self.dispatcher = Dispatcher(reactor, find_client=self.peers.find, count=self.counters.add, note=self.note)
+        self.dispatcher.observe = self.telemetry.observe
+        self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes)
+        if settings.adaptive_cache:
+            budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
+            self.sections.append(budget.section)
+        self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes)
         self.server = ControlServer(
             reactor,
             bind=bind,
@@ -146,7 +176,11 @@ class Node:
             fleet_key=keys.fleet_key,
             on_request=self._request,
             on_refused=self._refused,
+            on_peer_up=self._asker_up,
             bus_port=self.bus.port,
+            identities=self.security.identities,
+            limiter=self.security.limiter,
+            connections_max=settings.max_connections,
         )
         ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
         self.bulk = BulkShell(reactor, host=bind.host, ports=ports, deliver=self.dispatcher.lane_event)
@@ -154,24 +188,32 @@ class Node:
         self.dispatcher.add(self.cache_service, handles=self.cache_service.handles)
         self._cpu = psutil.Process()
 
+    def _model_bytes(self) -> int | None:
+        """Memory of the model for the store's budget; None while it is being loaded."""
+        runner = self.dispatcher.runner
+        if runner is None:
+            return 0
+        if self.facts is None:
+            return None
+        return max(runner.memory.active_bytes, self.facts.weight_bytes) + runner.memory.cached_bytes
+
     # --- life --------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Join the fleet: connect to the configured peers and start to gossip."""
         self.state = "serving"
-        self.reactor.add_deadline_source(self.directory.deadline, self._directory_tick)
-        for text in self.settings.peer:
-            self.peers.add_seed(parse_address(text))
-        self._apply_directory(self.directory.on(dm.DirectoryTick(), self.reactor.clock()))
+        self.membership.open()
 
     def close(self, reason: str) -> None:
         """Say goodbye and let go of every socket and lane."""
         self.state = "stopping"
+        self.telemetry.leave()
         self.server.close(reason)
         self.bulk.close_all(5.0)
-        self.peers.close()
+        self.membership.close()
         self.subscriber.close()
         self.bus.close()
+        self.security.close(reason)
 
     @property
     def address(self) -> Address:
@@ -194,23 +236,27 @@ class Node:
         self._note_times[line] = now
         self.notes.append(f"{time.strftime('%H:%M:%S')} {line}"[:TEXT_CHARACTERS_MAX])
         _log.log({"info": logging.INFO, "warning": logging.WARNING}.get(level, logging.ERROR), "%s", line)
+        self.telemetry.note(level, line)
 
-    def _refused(self, reason: str) -> None:
+    def _refused(self, reason: str, kind: SecurityKind = SecurityKind.CONNECTION_REFUSED) -> None:
         self.counters.add("connections_refused")
+        self.security.count_refusal(reason)
+        self.telemetry.security(kind, reason)
         self.note("warning", reason)
 
     # --- requests ------------------------------------------------------------------------------------------------------
 
     def _request(self, incoming: IncomingRequest) -> None:
         match incoming.body:
-            case ExchangeCards(cards=cards, ages_ms=ages_ms):
-                self._merge(cards, ages_ms)
-                own, ages = self.directory.exchange(self.reactor.clock())
-                incoming.reply(CardList(cards=own, ages_ms=ages))
+            case ExchangeCards() as exchange:
+                self.membership.answer(incoming, exchange)
             case GetStatus():
                 incoming.reply(self.status())
+            case GetRequests(count=count) if "primary" in self.local.roles:
+                incoming.reply(self.telemetry.requests(count))
             case _:
                 if self.dispatcher.request(incoming):
+                    self.askers.add(incoming)
                     return
                 if self.state == "starting":
                     incoming.fail(FailureCode.UNAVAILABLE, "this node is still loading its model; try again shortly")
@@ -233,13 +279,13 @@ class Node:
                 "pooled_buffer_bytes": self.bulk.pool.idle_bytes,
                 "lanes_opened": self.bulk.opened,
                 **self.peers.traffic(),
-                "fleet_exchanges": self.exchanges,
+                "fleet_exchanges": self.membership.exchanges,
                 "sealing": "aes-256-gcm" if self.has_aes else "secretbox",
                 **self.dispatcher.figures(),
             },
             "cache": vars_of(self.store.stats()),
             "prefill": self.counters.snapshot(),
-            "refusals": dict(self.server.refusals),
+            "refusals": dict(self.security.refusals),
         }
         for section in self.sections:
             name, figures = section()
@@ -248,32 +294,21 @@ class Node:
             node_id=self.local.node_id,
             roles=self.local.roles,
             sections=sections,
-            peers=tuple(self._peer_rows()),
+            peers=tuple(self.membership.rows()),
             recent=tuple(self.notes),
         )
-
-    def _peer_rows(self) -> list[dict[str, Value]]:
-        rows = self.peers.rows()
-        cards = {card.node_id: card for card in self.directory.peers(self.reactor.clock())}
-        for row in rows:
-            card = cards.pop(str(row["node_id"]), None)
-            if card is not None:
-                row["roles"] = ", ".join(card.roles)
-                row["cache_entries"] = card.cache.entry_count if card.cache is not None else 0
-        rows += [
-            {"node_id": card.node_id, "roles": ", ".join(card.roles), "state": "known by its card"}
-            for card in cards.values()
-        ]
-        return rows
 
     # --- membership ----------------------------------------------------------------------------------------------------
 
     def announce(self) -> None:
         """Something on the card changed: tell the fleet now."""
-        self._apply_directory(self.directory.on(dm.AnnounceNow(), self.reactor.clock()))
-        self._pull_round()
+        self.membership.announce()
 
     def _make_card(self, sequence: int) -> bytes:
+        return sign_card(self.describe(sequence), self._keys.identity)
+
+    def describe(self, sequence: int) -> Card:
+        """What this node is, holds and can do right now."""
         stats = self.store.stats()
         settings = self.settings
         facts = self.facts
@@ -286,9 +321,12 @@ class Node:
                     role=settings.role,
                     quantization=compatibility.quantization[:NAME_CHARACTERS_MAX],
                     tokens_per_second=0.0,
+                    fingerprint=compatibility.fingerprint(),
+                    tenant=compatibility.tenant_namespace[:NAME_CHARACTERS_MAX],
                 ),
             )
-        card = Card(
+        usage = sorted(self.store.usage_by_fingerprint().items(), key=lambda entry: -entry[1])[:HELD_NAMESPACES_MAX]
+        return Card(
             node_id=self.local.node_id,
             identity_public_key=self._keys.identity.public_key,
             incarnation=self.local.incarnation,
@@ -297,7 +335,7 @@ class Node:
             software=self.local.software,
             platform=f"{platform.system()} {platform.machine()}",
             memory_bytes=psutil.virtual_memory().total,
-            endpoints=(Endpoint(address=str(self.address), network=settings.network, priority=settings.priority),),
+            endpoints=announced_endpoints(settings, self.address),
             bus_port=self.bus.port,
             models=models,
             cache=CacheOffering(
@@ -310,74 +348,34 @@ class Node:
                 bytes_evicted=stats.bytes_evicted,
                 put_failures=stats.put_failures,
                 tokens_served=stats.tokens_served,
+                held=tuple(HeldNamespace(fingerprint=name, bytes_used=size) for name, size in usage),
             ),
             worker=self.worker_offering() if self.worker_offering is not None else None,
             announced_at_unix=time.time(),
             ttl_ms=int(settings.ttl_seconds * 1000),
         )
-        return sign_card(card, self._keys.identity)
 
-    def _directory_tick(self, now: float) -> None:
-        self._apply_directory(self.directory.on(dm.DirectoryTick(), now))
+    def _noticed(self, kind: SecurityKind, text: str, node_id: str) -> None:
+        """What the membership tells: refused cards are refusals like others, and the keys of new nodes are kept."""
+        if kind is SecurityKind.CARD_REFUSED:
+            # Behind the last colon stands fixed text; a name in front of it is data, which names no counter.
+            self.security.count_refusal(text.rpartition(": ")[2])
+        elif kind is SecurityKind.NODE_APPEARED and (card := self.directory.card(node_id)) is not None:
+            self.security.check_card(card)
 
-    def _merge(self, cards: tuple[bytes, ...], ages_ms: tuple[int, ...]) -> None:
-        self._apply_directory(self.directory.on(dm.CardsArrived(cards, ages_ms), self.reactor.clock()))
-
-    def _apply_directory(self, effects: list[dm.DirectoryEffect]) -> None:
-        for effect in effects:
-            match effect:
-                case dm.Announce(card=card):
-                    self.bus.publish(Topic.CARD, card)
-                case dm.PullRound():
-                    self._pull_round()
-                case dm.PeerChanged(card=card, appeared=appeared, restarted=restarted):
-                    if appeared or restarted:
-                        what = "restarted" if restarted else "appeared"
-                        self.note("info", f"{card.node_id} {what} ({', '.join(card.roles)})")
-                    if "primary" in self.local.roles and card.roles != ("client",):
-                        self.peers.ensure(card)
-                case dm.PeerGone(node_id=node_id, reason=reason):
-                    self.note("info", f"{node_id} is gone: {reason}")
-                    self.peers.forget(node_id)
-                case dm.CardRefused(reason=reason):
-                    self.counters.add("cards_refused")
-                    self.note("warning", reason)
-
-    def _pull_round(self) -> None:
-        for _, client in self.peers.connected():
-            self._exchange(client)
-
-    def _exchange(self, client: ControlClient) -> None:
-        cards, ages = self.directory.exchange(self.reactor.clock())
-        self.exchanges += 1
-
-        def merged(reply: ReplyBody) -> None:
-            if isinstance(reply, CardList):
-                self._merge(reply.cards, reply.ages_ms)
-
-        client.request(
-            ExchangeCards(cards=cards, ages_ms=ages),
-            timeout_s=EXCHANGE_TIMEOUT_SECONDS,
-            on_reply=merged,
-            on_failure=lambda code, message: self.counters.add("exchange_failures"),
-        )
-
-    def _peer_up(self, peer: PeerInfo, client: ControlClient) -> None:
-        self.note("info", f"connected to {peer.node_id} ({', '.join(peer.roles)})")
-        self._exchange(client)
-        if peer.bus_port:
-            self.subscriber.connect(Address(client.host, peer.bus_port))
-
-    def _peer_down(self, node_id: str | None, reason: str) -> None:
-        self.note("warning", f"connection to {node_id or 'a configured peer'} lost: {reason}")
+    def _asker_up(self, peer: PeerInfo) -> None:
+        self.security.keep()
+        self.askers.end_older(peer.node_id, peer.incarnation)
 
     def _subscribed(self, topic: Topic) -> None:
         if topic is Topic.CARD:
-            self._apply_directory(self.directory.on(dm.AnnounceNow(), self.reactor.clock()))
+            self.membership.announce()
+        elif topic.group is Group.TELEMETRY:
+            self.telemetry.subscribed(topic)
 
     def _bus_message(self, message: BusMessage) -> None:
         if message.topic is Topic.CARD:
-            self._merge((message.payload,), (0,))
+            self.membership.card_arrived(message.payload)
 
 
 def vars_of(value: object) -> dict[str, Value]:

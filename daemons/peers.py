@@ -1,38 +1,71 @@
 """Connections of a node to the others: through configured addresses (seeds) and through cards it learnt of.
 
-One long-lived control connection for each node. A seed is kept up for ever; a connection made from a card ends with it.
+A node is reached through one of its endpoints at a time, which :class:`~kakeya_zmq.protocol.endpoints.EndpointChoice`
+chooses; this shell opens and closes the control connections for it. Who is connected:
+
+- seeds, for ever: whatever node answers there;
+- nodes that :meth:`PeerTable.ensure` was called for, until their card is gone;
+- a few more at a time that :meth:`PeerTable.reach` was called for, to exchange cards with.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final, assert_never
 
 from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.protocol import endpoints as em
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from wire.cards import Card
 from wire.errors import ConfigError
 from wire.ids import NodeId
 from wire.keys import FleetKey
 
+PASSING_MAX: Final = 4
+"""Connections for the exchange of cards alone; the one used longest ago makes room."""
+RETIRE_LIMIT_S: Final = 120.0
+"""How long requests under way may keep a connection that is not used for new ones."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Link:
     client: ControlClient
     seed: bool
     node_id: str | None = None
+
+    @property
+    def address(self) -> str:
+        return str(self.client.address)
+
+
+@dataclass(slots=True)
+class _Node:
+    """A node that is connected, or is to be."""
+
+    node_id: str
+    choice: em.EndpointChoice = field(default_factory=em.EndpointChoice)
+    card: Card | None = None
+    seeds: set[str] = field(default_factory=set)
+    ensured: bool = False
+    asked_at: float = 0.0
+    due: float | None = None
+
+    @property
+    def passing(self) -> bool:
+        return not self.ensured and not self.seeds
 
 
 class PeerTable:
     """All outgoing control connections of one node.
 
     Args:
-        on_up: called with the peer and its connection when a session is established.
-        on_down: called with the node id (or None) and the reason when one ends or cannot be made.
+        on_up: called with the peer and its connection when a node is reached, again or through another endpoint.
+        on_down: called with the node id (or None) and the reason when it is not any more, or cannot be.
     """
 
     def __init__(
@@ -49,42 +82,103 @@ class PeerTable:
         self._fleet_key = fleet_key
         self._on_up = on_up
         self._on_down = on_down
+        self._nodes: dict[str, _Node] = {}
         self._links: list[_Link] = []
+        self._retiring: list[_Link] = []
+        self._roles: dict[str, str] = {}
+        """Seed address → the role its node is used in, whatever its card says."""
         self._ended: Counter[str] = Counter()
         """What connections that were closed had counted."""
+        self._due: float | None = None
+        reactor.add_deadline_source(lambda: self._due, self._tick)
 
-    def add_seed(self, address: Address) -> None:
-        self._connect(address, None, seed=True)
+    # --- whom to connect ---------------------------------------------------------------------------------------------
+
+    def add_seed(self, address: Address, role: str = "") -> None:
+        """Connect to whatever node answers at an address, for ever.
+
+        Args:
+            role: "cache" or "worker": use the node there as such, even when no card of it arrives.
+        """
+        if role:
+            self._roles[str(address)] = role
+        if self._link_at(str(address), None) is None:
+            self._connect(address, None)
 
     def ensure(self, card: Card) -> None:
-        """Connect to the node a card describes, unless there is a connection already.
+        """Keep a connection to the node a card describes."""
+        self._node(card.node_id).ensured = True
+        self.update(card)
 
-        A node that was restarted may serve elsewhere: a connection that is down and leads to none of the card's addresses
-        is replaced.
-        """
-        addresses = _addresses(card)
+    def update(self, card: Card) -> None:
+        """A node's card has changed; it may serve elsewhere now, or be another process."""
+        node = self._nodes.get(card.node_id)
+        if node is None:
+            return
+        node.card = card
+        self._offer(node)
         for link in [link for link in self._links if link.node_id == card.node_id]:
-            if link.client.peer is not None or link.client.address in addresses:
-                return
-            if not link.seed:
-                self._let_go(link)
-        if addresses and not any(link.client.address == addresses[0] for link in self._links):
-            self._connect(addresses[0], NodeId(card.node_id), seed=False)
+            peer = link.client.peer
+            if peer is not None and peer.incarnation < card.incarnation:
+                link.client.start_over("the node was restarted")
+
+    def reach(self, card: Card) -> ControlClient | None:
+        """A connection to a node for one question; it may not be up yet. None: the card tells no usable address."""
+        node = self._node(card.node_id)
+        node.asked_at = self._reactor.clock()
+        if node.card is None:
+            node.card = card
+            self._offer(node)
+            self._make_room()
+        client = self.find(card.node_id)
+        return client or next((link.client for link in self._links if link.node_id == card.node_id), None)
 
     def forget(self, node_id: str) -> None:
-        """The node's card expired: end the connection that was made from it."""
-        for link in [link for link in self._links if link.node_id == node_id and not link.seed]:
-            self._let_go(link)
+        """The node's card is gone: end the connections that were made from it."""
+        node = self._nodes.get(node_id)
+        if node is None:
+            return
+        node.card, node.ensured = None, False
+        if node.seeds:
+            self._offer(node)
+        else:
+            self._drop(node)
+
+    def close(self) -> None:
+        for link in [*self._links, *self._retiring]:
+            link.client.close()
+        self._links.clear()
+        self._retiring.clear()
+        self._nodes.clear()
+        self._due = None
+
+    # --- views ---------------------------------------------------------------------------------------------------
 
     def find(self, node_id: str) -> ControlClient | None:
         """The connection to a node, if its session is up."""
-        for link in self._links:
-            if link.node_id == node_id and link.client.peer is not None:
-                return link.client
-        return None
+        node = self._nodes.get(node_id)
+        link = self._link_at(node.choice.in_use, node_id) if node is not None and node.choice.in_use else None
+        return link.client if link is not None and link.client.peer is not None else None
+
+    def __contains__(self, node_id: object) -> bool:
+        return node_id in self._nodes
+
+    def keeps(self, node_id: str) -> bool:
+        """Whether a node is connected for more than an exchange of cards."""
+        node = self._nodes.get(node_id)
+        return node is not None and not node.passing
 
     def connected(self) -> list[tuple[str, ControlClient]]:
-        return [(link.node_id, link.client) for link in self._links if link.node_id and link.client.peer is not None]
+        found = ((node_id, self.find(node_id)) for node_id in self._nodes)
+        return [(node_id, client) for node_id, client in found if client is not None]
+
+    def in_role(self, role: str) -> list[str]:
+        """Connected nodes that the settings name for a role."""
+        return [
+            node_id
+            for node_id, node in self._nodes.items()
+            if any(self._roles.get(seed) == role for seed in node.seeds) and self.find(node_id) is not None
+        ]
 
     def traffic(self) -> dict[str, int]:
         """Messages that were sent to other nodes and that came back, over all connections so far; pings don't count."""
@@ -94,61 +188,174 @@ class PeerTable:
         return {f"fleet_{name}": total[name] for name in ("requests", "updates", "cancels", "answers")}
 
     def rows(self) -> list[dict[str, int | float | str | bool | None]]:
-        """One row a connection, for status. Addresses are for the administrator, who holds the PSK."""
-        return [
-            {
-                "node_id": link.node_id or "",
-                "address": str(link.client.address),
-                "state": link.client.state.value,
-                "round_trip_ms": round(link.client.round_trip_ms, 3) if link.client.round_trip_ms is not None else None,
-                "error": link.client.last_error,
-            }
-            for link in self._links
-        ]
+        """One row a node, for status. Addresses are for the administrator, who holds the PSK."""
+        rows = [self._row(link, "", "") for link in self._links if link.node_id is None]
+        for node_id, node in self._nodes.items():
+            links = [link for link in self._links if link.node_id == node_id]
+            used = next((link for link in links if link.address == node.choice.in_use), None)
+            shown = used or next(iter(links), None)
+            if shown is not None:
+                network = next((offer.network for offer in node.choice.offers() if offer.address == shown.address), "")
+                rows.append({**self._row(shown, node_id, network), "endpoints": self._endpoints_line(node)})
+        return rows
 
-    def close(self) -> None:
-        for link in self._links:
-            link.client.close()
-        self._links.clear()
+    @staticmethod
+    def _row(link: _Link, node_id: str, network: str) -> dict[str, int | float | str | bool | None]:
+        client = link.client
+        return {
+            "node_id": node_id,
+            "address": link.address,
+            "network": network,
+            "state": client.state.value,
+            "round_trip_ms": round(client.round_trip_ms, 3) if client.round_trip_ms is not None else None,
+            "error": client.last_error,
+        }
 
-    def _connect(self, address: Address, node_id: NodeId | None, *, seed: bool) -> None:
-        def up(peer: PeerInfo) -> None:
-            if peer.node_id == self._local.node_id:
-                # A seed list may be the same on every node, ourselves included.
-                self._reactor.post(lambda: self._drop(link))
-                return
-            link.node_id = peer.node_id
-            self._on_up(peer, link.client)
+    @staticmethod
+    def _endpoints_line(node: _Node) -> str:
+        """All ways to a node, best first, in one text."""
+        words = []
+        for offer in node.choice.offers():
+            round_trip_ms = node.choice.round_trip_ms(offer.address)
+            measured = f" {round_trip_ms:.2f} ms" if round_trip_ms is not None else ""
+            state = node.choice.state(offer.address).value
+            words.append(f"{offer.address} ({offer.network} {offer.priority}, {state}{measured})")
+        return "; ".join(words)
 
-        def down(reason: str) -> None:
-            self._on_down(link.node_id, reason)
+    # --- endpoints -------------------------------------------------------------------------------------------------
 
+    def _node(self, node_id: str) -> _Node:
+        return self._nodes.setdefault(node_id, _Node(node_id))
+
+    def _offer(self, node: _Node) -> None:
+        offers = [*_offers(node.card), *(em.EndpointOffer(seed, em.CONFIGURED, 0) for seed in sorted(node.seeds))]
+        self._drive(node, em.Offered(tuple(offers)))
+
+    def _tick(self, now: float) -> None:
+        for node in [node for node in self._nodes.values() if node.due is not None and node.due <= now]:
+            self._drive(node, em.EndpointTick())
+
+    def _drive(self, node: _Node, event: em.EndpointEvent, why: str = "") -> None:
+        for effect in node.choice.on(event, self._reactor.clock()):
+            match effect:
+                case em.Dial(address=address):
+                    self._dial(node, address)
+                case em.HangUp(address=address):
+                    link = self._link_at(address, node.node_id)
+                    if link is not None:
+                        self._retire(link)
+                case em.Use(address=None):
+                    self._on_down(node.node_id, why)
+                case em.Use(address=address):
+                    link = self._link_at(address, node.node_id)
+                    if link is not None and link.client.peer is not None:
+                        self._on_up(link.client.peer, link.client)
+                case _:
+                    assert_never(effect)
+        node.due = node.choice.deadline()
+        self._due = min((each.due for each in self._nodes.values() if each.due is not None), default=None)
+
+    def _dial(self, node: _Node, address: str) -> None:
+        link = self._link_at(address, node.node_id) or self._link_at(address, None)
+        if link is None:
+            self._connect(parse_address(address), None if address in node.seeds else NodeId(node.node_id), node.node_id)
+        elif link.node_id == node.node_id and link.client.peer is not None:
+            self._reactor.post(lambda: self._drive(node, em.Connected(address)))
+
+    def _link_at(self, address: str | None, node_id: str | None) -> _Link | None:
+        return next((link for link in self._links if link.address == address and link.node_id == node_id), None)
+
+    # --- connections -----------------------------------------------------------------------------------------------
+
+    def _connect(self, address: Address, expected: NodeId | None, node_id: str | None = None) -> None:
         client = ControlClient(
             self._reactor,
             address=address,
             local=self._local,
             fleet_key=self._fleet_key,
-            expected_node_id=node_id,
-            on_up=up,
-            on_down=down,
+            expected_node_id=expected,
+            on_up=lambda peer: self._up(link, peer),
+            on_down=lambda reason: self._down(link, reason),
+            on_round_trip=lambda round_trip_ms: self._measured(link, round_trip_ms),
         )
-        link = _Link(client, seed=seed, node_id=node_id)
+        link = _Link(client, seed=expected is None, node_id=node_id)
         self._links.append(link)
 
-    def _drop(self, link: _Link) -> None:
-        if link in self._links:
-            self._let_go(link)
+    def _up(self, link: _Link, peer: PeerInfo) -> None:
+        if peer.node_id == self._local.node_id:
+            # A seed list may be the same on every node, ourselves included.
+            self._reactor.post(lambda: self._end(link))
+            return
+        if link.node_id not in (None, peer.node_id):
+            self._leave_seed(link)
+        link.node_id = peer.node_id
+        node = self._node(peer.node_id)
+        if link.seed and link.address not in node.seeds:
+            node.seeds.add(link.address)
+            self._offer(node)
+        self._drive(node, em.Connected(link.address))
 
-    def _let_go(self, link: _Link) -> None:
+    def _leave_seed(self, link: _Link) -> None:
+        """Another node answers at a seed's address than before."""
+        before = self._nodes.get(link.node_id or "")
+        link.node_id = None
+        if before is None:
+            return
+        before.seeds.discard(link.address)
+        if before.passing:
+            self._drop(before)
+        else:
+            self._offer(before)
+
+    def _down(self, link: _Link, reason: str) -> None:
+        node = self._nodes.get(link.node_id or "")
+        if node is None:
+            self._on_down(link.node_id, reason)
+            return
+        before = node.choice.in_use
+        self._drive(node, em.Disconnected(link.address), reason)
+        if before is None:
+            self._on_down(node.node_id, reason)
+
+    def _measured(self, link: _Link, round_trip_ms: float) -> None:
+        node = self._nodes.get(link.node_id or "")
+        if node is not None:
+            self._drive(node, em.RoundTrip(link.address, round_trip_ms))
+
+    def _make_room(self) -> None:
+        """Let go of what was connected for an exchange of cards longest ago."""
+        passing = sorted((node for node in self._nodes.values() if node.passing), key=lambda node: node.asked_at)
+        for node in passing[: max(0, len(passing) - PASSING_MAX)]:
+            self._drop(node)
+
+    def _drop(self, node: _Node) -> None:
+        was_up = node.choice.in_use is not None
+        del self._nodes[node.node_id]
+        for link in [link for link in self._links if link.node_id == node.node_id]:
+            self._retire(link)
+        if was_up:
+            self._on_down(node.node_id, "not needed any more")
+
+    def _retire(self, link: _Link) -> None:
         self._links.remove(link)
-        link.client.close()
-        self._ended.update(link.client.counters)
+        self._retiring.append(link)
+        link.client.retire(RETIRE_LIMIT_S, lambda: self._retired(link))
+
+    def _retired(self, link: _Link) -> None:
+        if link in self._retiring:
+            self._retiring.remove(link)
+            self._ended.update(link.client.counters)
+
+    def _end(self, link: _Link) -> None:
+        if link in self._links:
+            self._links.remove(link)
+            link.client.close()
+            self._ended.update(link.client.counters)
 
 
-def _addresses(card: Card) -> list[Address]:
-    """Where a node can be reached, best first; what cannot be parsed is left out."""
-    addresses: list[Address] = []
-    for endpoint in sorted(card.endpoints, key=lambda endpoint: -endpoint.priority):
+def _offers(card: Card | None) -> Iterable[em.EndpointOffer]:
+    """What a card offers, best first; what cannot be parsed is left out."""
+    endpoints = sorted(card.endpoints, key=lambda endpoint: -endpoint.priority) if card is not None else []
+    for endpoint in endpoints:
         with contextlib.suppress(ConfigError):
-            addresses.append(parse_address(endpoint.address))
-    return addresses
+            yield em.EndpointOffer(str(parse_address(endpoint.address)), endpoint.network, endpoint.priority)

@@ -32,7 +32,7 @@ from kakeya_zmq.protocol.prepare_values import (
     WorkerView,
 )
 from kakeya_zmq.protocol.publish import Publisher, PublishSettings
-from kakeya_zmq.telemetry import ExplainLog, Value, explanation_line
+from kakeya_zmq.telemetry import Value, explanation_line
 from wire.bulk import own_suites
 from wire.cards import Card
 from wire.ids import NodeId
@@ -62,7 +62,6 @@ class Primary:
         self.node = Node(reactor, settings, load_keys(settings), roles=("primary",))
         self._rates = MeasuredRates()
         self._rates.local.default = settings.local_prefill_tps
-        self._explanations = ExplainLog()
         self._facts: ModelFacts | None = None
         self._fingerprint = b""
         """The model's, once it is loaded."""
@@ -90,11 +89,13 @@ class Primary:
         self._facts = facts
         node.facts = facts
         self._fingerprint = facts.compatibility.fingerprint()
-        if tokens_per_second > 0:
-            self._rates.local.measured = tokens_per_second
+        self._rates.local.assume(tokens_per_second)
         compatibility = facts.compatibility
         self._rates.codec_rates = CodecProbe(compatibility.kv_dtype, compatibility.cache_format_version)
         self._rates.same_host = self._same_host
+        node.membership.gone.append(self._rates.forget)
+        node.membership.routed.append(self._rates.use_route)
+        node.telemetry.link_megabytes_per_second = self._measured_megabytes_per_second
         self._publisher = Publisher(self._publish_settings(), node.ids, node.counters.set, self._rates)
         self._inference = InferenceService(
             facts=facts,
@@ -115,7 +116,6 @@ class Primary:
     def _carry_out(self, effect: object) -> bool:
         match effect:
             case ExplainPrompt(explanation=explanation):
-                self._explanations.add(self._reactor.clock(), "prompt", explanation)
                 self.node.note("info", explanation_line(explanation))
             case PublishParts(parts=parts):
                 self._publish(parts)
@@ -163,6 +163,7 @@ class Primary:
         fingerprint = self._fingerprint
         cards = self._live_cards(options, now)
         workers, hints = self._workers(cards)
+        workers += self._workers_without_card({card.node_id for card in cards} | set(options.exclude_nodes))
         policy = options.policy if options.policy is not None else POLICIES[self._settings.prefill_policy]
         tokens = request.tokens
 
@@ -178,7 +179,7 @@ class Primary:
             fingerprint=fingerprint,
             policy=policy,
             publish=options.publish,
-            caches=self._caches(cards),
+            caches=self._caches(cards, set(options.exclude_nodes)),
             workers=workers,
             settings=self._preparation_settings(),
             hints=hints,
@@ -191,6 +192,7 @@ class Primary:
             random_bytes=secrets.token_bytes,
             hash_tail=hash_tail,
             set_value=self.node.counters.set,
+            flights=request.flights,
         )
 
     def _preparation_settings(self) -> PreparationSettings:
@@ -206,7 +208,16 @@ class Primary:
             suites=own_suites(has_aes=self.node.has_aes),
             link_compression=settings.link_compression,
             value_bytes=self._value_bytes(),
+            import_grid_tokens=self._import_grid_tokens(),
+            segment_tokens=settings.prefill_compute_chunk_tokens,
         )
+
+    def _import_grid_tokens(self) -> int:
+        """Where prefixes may be cut; 0: at any block. In float32 no cut has changed a token yet (docs/decisions/0010)."""
+        assert self._facts is not None
+        choice = self._settings.import_grid
+        exact = choice == "off" or (choice == "auto" and self._facts.compatibility.kv_dtype == "float32")
+        return 0 if exact else self._settings.prefill_compute_chunk_tokens
 
     def _publish_settings(self) -> PublishSettings:
         return PublishSettings(
@@ -237,19 +248,39 @@ class Primary:
         """What was measured of the link from a node, else what the settings assume."""
         return self._rates.link_megabytes_per_second(NodeId(node_id)) or self._settings.cache_link_mbps / 8
 
+    def _measured_megabytes_per_second(self, node_id: str) -> float:
+        return self._rates.link_megabytes_per_second(NodeId(node_id)) or 0.0
+
     def _same_host(self, node_id: NodeId) -> bool:
         client = self.node.peers.find(node_id)
         return client is not None and _is_loopback(client.host)
 
-    def _caches(self, cards: list[Card]) -> tuple[PeerView, ...]:
+    def _caches(self, cards: list[Card], excluded: set[str]) -> tuple[PeerView, ...]:
+        """Nodes that hold something, as their cards tell, and those of --cache-peer, whatever their cards tell."""
+        names = [card.node_id for card in cards if card.cache is not None and card.cache.entry_count > 0]
+        names += [name for name in self.node.peers.in_role("cache") if name not in excluded and name not in names]
         return tuple(
             PeerView(
-                node_id=NodeId(card.node_id),
-                round_trip_ms=self._round_trip_ms(card.node_id),
-                megabytes_per_second=self._link_megabytes_per_second(card.node_id),
+                node_id=NodeId(name),
+                round_trip_ms=self._round_trip_ms(name),
+                megabytes_per_second=self._link_megabytes_per_second(name),
             )
-            for card in cards
-            if card.cache is not None and card.cache.entry_count > 0
+            for name in names
+        )
+
+    def _workers_without_card(self, known: set[str]) -> tuple[WorkerView, ...]:
+        """Nodes of --worker whose card has not come: they are asked, and refuse a job they cannot do."""
+        return tuple(
+            WorkerView(
+                node_id=NodeId(name),
+                prefill_tokens_per_second=self._settings.worker_prefill_tps,
+                queued_tokens=0,
+                round_trip_ms=self._round_trip_ms(name),
+                megabytes_per_second=self._link_megabytes_per_second(name),
+                free_memory_bytes=0,
+            )
+            for name in self.node.peers.in_role("worker")
+            if name not in known
         )
 
     def _workers(self, cards: list[Card]) -> tuple[tuple[WorkerView, ...], tuple[str, ...]]:
@@ -295,11 +326,12 @@ class Primary:
 
     def _publish_targets(self) -> tuple[NodeId, ...]:
         """Cache peers that may get copies: nodes whose only business is to hold KV."""
-        return tuple(
+        found = tuple(
             NodeId(card.node_id)
             for card in self.node.directory.peers(self._reactor.clock())
             if "cache" in card.roles and self.node.peers.find(card.node_id) is not None
         )
+        return found or tuple(NodeId(name) for name in self.node.peers.in_role("cache"))
 
 
 def _is_loopback(host: str) -> bool:

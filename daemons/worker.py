@@ -68,6 +68,7 @@ class Worker:
             has_aes=node.has_aes,
             settings=WorkSettings(
                 max_jobs=self._settings.max_jobs,
+                max_jobs_per_asker=self._settings.max_jobs_per_node,
                 max_prompt_tokens=self._settings.max_prompt_tokens,
                 default_tokens_per_second=self._settings.worker_prefill_tps,
             ),
@@ -90,7 +91,7 @@ class Worker:
             inflight_jobs=work.running_jobs,
             queued_jobs=work.queued_jobs,
             queued_tokens=work.queued_tokens,
-            load=float(min(1, work.running_jobs + work.queued_jobs)),
+            load=work.load,
             prefill_tokens_per_second=work.tokens_per_second,
             ram_bytes_free=psutil.virtual_memory().available,
             accepts_jobs=True,

@@ -13,25 +13,43 @@ SHORT_TOKENS = 32
 LONG_TOKENS = 256
 SHORT_ENOUGH_SECONDS = 0.5
 """A machine that takes longer for the short run is slow enough for the short run to tell."""
+RUNS = 3
+REPEAT_BUDGET_SECONDS = 1.0
+"""The long run is repeated while all of them together take less."""
 _SESSION = "calibration"
 
 
 def measure_prefill(engine: Engine, clock: Callable[[], float] = time.perf_counter) -> float:
     """Tokens per second of a prefill of made-up tokens; 0 when it cannot be measured. Takes a second or two.
 
+    Of several runs the best one counts: whatever else the machine does at start only makes it slower.
     Call it on the engine's thread, before the engine serves anybody.
     """
-    rate = 0.0
-    for count in (SHORT_TOKENS, LONG_TOKENS):
-        tokens = (np.arange(count, dtype=np.int32) * 7 + 3) % engine.facts.vocabulary_size
-        list(engine.handle(OpenSession(_SESSION)))
-        started = clock()
-        events = list(engine.handle(Prefill(_SESSION, tokens.astype(np.int32), capture=False)))
-        elapsed_s = clock() - started
-        list(engine.handle(CloseSession(_SESSION)))
-        if elapsed_s <= 0 or any(isinstance(event, CommandFailed) for event in events):
-            return rate
-        rate = count / elapsed_s
-        if elapsed_s > SHORT_ENOUGH_SECONDS:
+    short_s = _run_seconds(engine, SHORT_TOKENS, clock)
+    if short_s is None:
+        return 0.0
+    best = SHORT_TOKENS / short_s
+    if short_s > SHORT_ENOUGH_SECONDS:
+        return best
+    long_rates: list[float] = []
+    spent_s = 0.0
+    while len(long_rates) < RUNS and spent_s < REPEAT_BUDGET_SECONDS:
+        elapsed_s = _run_seconds(engine, LONG_TOKENS, clock)
+        if elapsed_s is None:
             break
-    return rate
+        spent_s += elapsed_s
+        long_rates.append(LONG_TOKENS / elapsed_s)
+    return max(long_rates, default=best)
+
+
+def _run_seconds(engine: Engine, count: int, clock: Callable[[], float]) -> float | None:
+    """Time of one prefill; None when it failed, or took no time."""
+    tokens = (np.arange(count, dtype=np.int32) * 7 + 3) % engine.facts.vocabulary_size
+    list(engine.handle(OpenSession(_SESSION)))
+    started = clock()
+    # With capture, as prompts are computed.
+    events = list(engine.handle(Prefill(_SESSION, tokens.astype(np.int32))))
+    elapsed_s = clock() - started
+    list(engine.handle(CloseSession(_SESSION)))
+    failed = any(isinstance(event, CommandFailed) for event in events)
+    return None if failed or elapsed_s <= 0 else elapsed_s

@@ -35,16 +35,22 @@ from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import parse_address
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from wire import limits
+from wire.bus import Topic
+from wire.cards import Card, mark_of, open_card, pack_digest
 from wire.codec import pack_tokens, unpack_tokens
 from wire.errors import ConfigError, FailureCode, InvalidInput, KakeyaError, RemoteProtocolError, RequestFailed
+from wire.events import RequestEvent, decode_event
 from wire.keys import FleetKey, NodeIdentity
 from wire.messages import (
     Appended,
     AppendTokens,
+    CardList,
     CloseSession,
     CreateSession,
+    ExchangeCards,
     Generate,
     Generated,
+    GetRequests,
     GetSession,
     GetStatus,
     PrefillPolicy,
@@ -52,6 +58,7 @@ from wire.messages import (
     ProgressBody,
     ReplyBody,
     RequestBody,
+    Requests,
     SessionClosed,
     SessionCreated,
     SessionState,
@@ -256,6 +263,37 @@ class Client:
             RequestFailed: no answer.
         """
         return self._call(GetStatus(), Status, CALL_TIMEOUT_S)
+
+    def requests(self, count: int = 20) -> tuple[RequestEvent, ...]:
+        """The last requests of this primary (also of other clients), oldest first: sources, decisions, costs.
+
+        Raises:
+            InvalidInput: ``count`` is not from 1 to REQUEST_RECORDS_MAX.
+            RequestFailed: no answer, or the node is no primary.
+            RemoteProtocolError: a record cannot be read.
+        """
+        if not 1 <= count <= limits.REQUEST_RECORDS_MAX:
+            raise InvalidInput(f"from 1 to {limits.REQUEST_RECORDS_MAX} requests can be asked for")
+        found = self._call(GetRequests(count=count), Requests, CALL_TIMEOUT_S)
+        records = (decode_event(Topic.REQUEST, record) for record in found.records)
+        return tuple(record for record in records if isinstance(record, RequestEvent))
+
+    def cards(self) -> tuple[Card, ...]:
+        """The capability cards of the node and of every node it knows of, by node id.
+
+        Raises:
+            RequestFailed: no answer.
+            RemoteProtocolError: a card cannot be read, or its signature does not hold.
+        """
+        found: dict[str, Card] = {}
+        more = True
+        while more:
+            digest = pack_digest((mark_of(c.node_id), c.incarnation, c.sequence) for c in found.values())
+            reply = self._call(ExchangeCards(cards=(), ages_ms=(), known=digest), CardList, CALL_TIMEOUT_S)
+            fresh = {card.node_id: card for card in map(open_card, reply.cards)}
+            more = reply.more and bool(fresh.keys() - found.keys())
+            found.update(fresh)
+        return tuple(found[node_id] for node_id in sorted(found))
 
     def close(self) -> None:
         """Leave; open calls fail with UNAVAILABLE. Idempotent. Sessions stay on the primary until it forgets them."""

@@ -38,18 +38,25 @@ class Settings:
     bind: str
     bus_bind: str
     advertise: str
+    endpoint: tuple[str, ...]
     peer: tuple[str, ...]
+    cache_peer: tuple[str, ...]
+    worker: tuple[str, ...]
     fleet_psk_file: str
     tenant_id: str
     tenant_key_file: str
     model: str
     model_id: str
+    revision_label: str
     kv_policy: str
     sink: int
     window: int
     cache_block_tokens: int
     prefill_compute_chunk_tokens: int
     cache_gb: float
+    adaptive_cache: bool
+    cache_min_gb: float
+    memory_reserve_gb: float
     bulk_ports: str
     network: str
     priority: int
@@ -64,6 +71,7 @@ class Settings:
     cache_fetch_timeout_s: float
     prefill_worker_timeout_s: float
     cache_max_import_gb: float
+    import_grid: str
     local_prefill_tps: float
     worker_prefill_tps: float
     cache_link_mbps: float
@@ -72,10 +80,17 @@ class Settings:
     link_compression: str
     capacity: int
     session_idle_s: float
+    max_connections: int
+    peer_requests_per_s: float
+    peer_lookups_per_s: float
+    peer_publishes_per_s: float
+    peer_jobs_per_s: float
     max_jobs: int
+    max_jobs_per_node: int
     max_prompt_tokens: int
     blas_threads: int
     assert_compatibility: tuple[str, ...]
+    telemetry_interval_s: float
     ready_file: str
     log_level: str
 
@@ -150,8 +165,9 @@ def _check_names(values: Mapping[str, Any]) -> None:
         if not usable or text.startswith("."):
             remedy = f"use letters, digits, '-', '_' and '.', at most {NODE_NAME_CHARACTERS_MAX} characters"
             raise ConfigError(f"{name} {text!r} is not usable", remedy=remedy)
-    if len(values["model_id"]) > NAME_CHARACTERS_MAX:
-        raise ConfigError("model_id is too long", remedy=f"at most {NAME_CHARACTERS_MAX} characters")
+    for name in ("model_id", "revision_label"):
+        if len(values[name]) > NAME_CHARACTERS_MAX or not str(values[name]).isprintable():
+            raise ConfigError(f"{name} is not usable", remedy=f"at most {NAME_CHARACTERS_MAX} printable characters")
 
 
 def _check_together(values: Mapping[str, Any]) -> None:

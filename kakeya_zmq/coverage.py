@@ -27,11 +27,14 @@ def best_boundary(chain: Chain, requirement: Requirement, has: Presence) -> int:
     Asks ``has`` at most once for each block and kind.
     """
     windowed = requirement.window_tokens > 0
+    full, state = requirement.full, requirement.state
     best = 0
     run_start = 0  # index of the first block of the current unbroken run of WINDOW parts
     first_needed = 0  # index of the first block that overlaps the window ending at the current block
+    # References are made in place and the kinds named beforehand: this is most of the time a lookup in a store takes.
+    full_kind, state_kind = PartKind.FULL, PartKind.STATE
     for index, block in enumerate(chain.blocks):
-        if requirement.full and not has(_ref(block, PartKind.FULL)):
+        if full and not has(PartRef(block_hash=block.block_hash, kind=full_kind)):
             break
         if windowed:
             if not has(_ref(block, PartKind.WINDOW)):
@@ -42,9 +45,9 @@ def best_boundary(chain: Chain, requirement: Requirement, has: Presence) -> int:
                 first_needed += 1
             if run_start > first_needed:
                 continue
-        if requirement.state and not has(_ref(block, PartKind.STATE)):
+        if state and not has(PartRef(block_hash=block.block_hash, kind=state_kind)):
             continue
-        best = block.end
+        best = block.start + block.token_count
     return best
 
 

@@ -37,6 +37,14 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """What the model's library holds, in bytes: what is in use (weights, sessions, work), and what it keeps for reuse."""
+
+    active_bytes: int = 0
+    cached_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """temperature 0 is greedy; top_p 0 and top_k 0 mean off; the seed makes a run repeatable."""
 
@@ -232,6 +240,10 @@ class Engine(Protocol):
 
     def session_position(self, session_id: str) -> int | None:
         """Tokens whose KV the session holds, also after a command that was closed early; None for an unknown session."""
+        ...
+
+    def memory(self) -> EngineMemory:
+        """What the model takes of the machine's memory now."""
         ...
 
     def close(self) -> None: ...

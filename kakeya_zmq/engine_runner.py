@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from kakeya_zmq.engine import Command, CommandFailed, Engine, Event, ModelFacts
+from kakeya_zmq.engine import Command, CommandFailed, Engine, EngineMemory, Event, ModelFacts
 from kakeya_zmq.protocol.effects import CommandEnded, CommandEvent, Ticket
 from wire.errors import KakeyaError, LocalProtocolError
 from wire.limits import TEXT_CHARACTERS_MAX
@@ -97,6 +97,7 @@ class EngineRunner:
         self._running: Running | None = None
         self._failures = 0
         self._kv_bytes: dict[str, int] = {}
+        self._memory = EngineMemory()
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
 
     # --- any thread ------------------------------------------------------------------------------------------------
@@ -172,6 +173,11 @@ class EngineRunner:
         """Bytes of KV a session held when its last command ended."""
         return self._kv_bytes.get(session_id, 0)
 
+    @property
+    def memory(self) -> EngineMemory:
+        """What the engine held when a command last made a step; nothing before it is built and after it is closed."""
+        return self._memory
+
     # --- the engine's thread ------------------------------------------------------------------------------------------
 
     def _main(self) -> None:
@@ -182,6 +188,7 @@ class EngineRunner:
             self._post(EngineFailed(message, error))
             self._refuse(message)
             return
+        self._memory = engine.memory()
         self._post(EngineReady(engine.facts))
         try:
             while (task := self._next_task()) is not None:
@@ -189,6 +196,7 @@ class EngineRunner:
         finally:
             self._refuse("the engine was stopped")
             engine.close()
+            self._memory = EngineMemory()
 
     def _next_task(self) -> _Task | None:
         """Wait for work; None when the runner is stopping."""
@@ -223,6 +231,7 @@ class EngineRunner:
             event = None
         finally:
             self._running = None
+            self._memory = engine.memory()
         if event is None:
             self._end(engine, task, cancelled=False)
             return

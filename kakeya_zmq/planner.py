@@ -4,7 +4,10 @@ Formulas (milliseconds; ``n`` tokens, ``b`` bytes):
 
 * compute here: ``n / local rate * 1000``, plus a penalty for keeping decode waiting;
 * import: ``round trip + b / link rate``;
-* worker: ``queued tokens / worker rate + n / worker rate + import`` (the queue is counted once).
+* worker: ``queued tokens / worker rate + max(c, t) + min(c, t) / segments`` with ``c = n / worker rate`` and ``t = import``:
+  a worker sends a segment while it computes the next one (the queue is counted once).
+
+Which of the ways to take is decided in kakeya_zmq.protocol.routes.
 
 A link has two rates, of plain and of compressed transfers, both in bytes of payload as experienced and never mixed: the
 plain one is the link's own, which the choice of a codec needs; the compressed one also knows how fast the other side's
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kakeya_zmq.codecs.link import CodecRates, choose_link_codec
@@ -35,11 +38,29 @@ BYTES_PER_MS_OF_ONE_MEGABYTE_PER_SECOND = 1000.0
 """1 MB/s (decimal) is 1,000 bytes in a millisecond."""
 EWMA_WEIGHT_OF_NEW = 0.25
 """One odd sample moves a rate by a quarter; four samples in a row have moved it by two thirds."""
+EVIDENCE_MAX = (1 - EWMA_WEIGHT_OF_NEW) / EWMA_WEIGHT_OF_NEW
+"""What earlier samples weigh together, at most, beside a new one of weight 1."""
+ASSUMED_EVIDENCE = 0.5
+"""What a trial at start weighs: the machine was busy loading, so the first real sample counts for two thirds."""
+SEGMENT_TOKENS_DEFAULT = 256
+"""Tokens computed in one step, as a worker does by default; a sample of fewer tokens tells less of the rate."""
+SAMPLE_TOKENS_MIN = 16
+"""A smaller sample measures what a step costs by itself, not the rate."""
+HERE = "compute here"
+"""The name of the option to compute on this machine."""
+PASSED_OVER_MAX = 1024
+"""Options remembered; a fleet has 200 nodes."""
+EXPLORE_EVERY = 16
+"""An option that was refused so often in a row is tried again if it may cost twice as much as the best one, ..."""
+EXPLORE_RATIO_STEP = 8
+"""... and for every so many refusals once more as much: looking again costs an eighth of the time at most."""
 
 
 LINK_COMPRESSION_CHOICES = ("auto", "none", "zlib", "zstd")
 LINK_TOO_FAST_MEGABYTES_PER_SECOND = 1000.0
 """No codec keeps up with such a link on one core, so none is measured for it."""
+ROUTES_MAX = 16
+"""Endpoints of one node whose rates are remembered while another one is used; a card has no more."""
 LINK_PROBE_EVERY = 16
 """One transfer of so many goes the other way, plain or compressed; costs a few per cent where compression pays."""
 
@@ -50,20 +71,62 @@ class Rate:
 
     default: float
     measured: float | None = None
+    evidence: float = 0.0
+    """What ``measured`` weighs beside a new sample; 0 to :data:`EVIDENCE_MAX`."""
 
     @property
     def value(self) -> float:
         return self.default if self.measured is None else self.measured
 
-    def observe(self, amount: float, elapsed_ms: float) -> None:
-        """Add one sample: ``amount`` units in ``elapsed_ms``. Samples without extent are ignored."""
-        if amount <= 0 or elapsed_ms <= 0 or not math.isfinite(elapsed_ms):
+    def assume(self, value: float) -> None:
+        """Start from a trial rather than the default; real samples soon outweigh it. Values that are no rate are ignored."""
+        if value > 0 and math.isfinite(value):
+            self.measured = value
+            self.evidence = ASSUMED_EVIDENCE
+
+    def observe(self, amount: float, elapsed_ms: float, weight: float = 1.0) -> None:
+        """Add one sample: ``amount`` units in ``elapsed_ms``; ``weight`` in (0, 1]. Samples without extent are ignored."""
+        if amount <= 0 or elapsed_ms <= 0 or weight <= 0 or not math.isfinite(elapsed_ms):
             return
         sample = amount / elapsed_ms * 1000.0
         if self.measured is None:
             self.measured = sample
         else:
-            self.measured += EWMA_WEIGHT_OF_NEW * (sample - self.measured)
+            known = self.evidence if self.evidence > 0 else EVIDENCE_MAX
+            self.measured += weight / (known + weight) * (sample - self.measured)
+        self.evidence = min(EVIDENCE_MAX, self.evidence + EVIDENCE_MAX * weight)
+
+
+@dataclass(slots=True)
+class PassedOver:
+    """How often each option was refused since it was last taken: what is never taken is never measured again.
+
+    One that was refused many times is taken once more although another one looks better, the longer ago the more it may
+    cost. So a rate that was measured in a bad moment does not shut an option out for good.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def is_due(self, name: str, cost_ms: float, best_ms: float) -> bool:
+        """Whether the option should be taken to measure it, at its estimated cost beside that of the best one."""
+        count = self.counts.get(name, 0)
+        return count >= EXPLORE_EVERY and cost_ms <= best_ms * count / EXPLORE_RATIO_STEP
+
+    def note(self, taken: str, refused: Iterable[str]) -> None:
+        """A decision was made among these options."""
+        self.counts.pop(taken, None)
+        for name in refused:
+            if name in self.counts or len(self.counts) < PASSED_OVER_MAX:
+                self.counts[name] = self.counts.get(name, 0) + 1
+
+    def measured(self, name: str) -> None:
+        """The option was measured, whoever asked for it: there is no need to look again."""
+        self.counts.pop(name, None)
+
+    def forget(self, node_id: NodeId) -> None:
+        """Drop what is known of options that need this node."""
+        for name in [name for name in self.counts if node_id in name.split()]:
+            del self.counts[name]
 
 
 def _link_default() -> Rate:
@@ -102,9 +165,18 @@ class MeasuredRates:
     """Whether a node is reached without a network: what looks like a slow link is then a busy processor."""
     workers: dict[NodeId, Rate] = field(default_factory=dict)
     """Tokens per second of prefill on each worker."""
+    passed_over: PassedOver = field(default_factory=PassedOver)
+    """Options that were not taken, so that none is forgotten."""
+    routes: dict[NodeId, str] = field(default_factory=dict)
+    """The endpoint each node is reached through: the rates of its link are those of this endpoint."""
+    parked: dict[NodeId, dict[str, tuple[Rate | None, Rate | None, int]]] = field(default_factory=dict)
+    """What was measured of each node's other endpoints: plain, compressed, transfers."""
 
     def observe_local(self, tokens: int, elapsed_ms: float) -> None:
-        self.local.observe(tokens, elapsed_ms)
+        if tokens >= SAMPLE_TOKENS_MIN:
+            self.local.observe(tokens, elapsed_ms, sample_weight(tokens))
+        if tokens >= SEGMENT_TOKENS_DEFAULT:
+            self.passed_over.measured(HERE)
 
     def observe_import(self, size_bytes: int, elapsed_ms: float) -> None:
         self.imports.observe(size_bytes / 1e6, elapsed_ms)
@@ -117,7 +189,42 @@ class MeasuredRates:
 
     def observe_worker(self, node_id: NodeId, tokens: int, elapsed_ms: float) -> None:
         rate = self.workers.setdefault(node_id, Rate(default=WORKER_TOKENS_PER_SECOND_DEFAULT))
-        rate.observe(tokens, elapsed_ms)
+        if tokens >= SAMPLE_TOKENS_MIN:
+            rate.observe(tokens, elapsed_ms, sample_weight(tokens))
+        self.passed_over.measured(f"worker {node_id}")
+
+    def link_was_left(
+        self, node_id: NodeId, size_bytes: int, projected_ms: float, codec: LinkCodec = LinkCodec.NONE
+    ) -> None:
+        """A transfer was given up, as it would have taken so long: the old rate of that link is not believed any more."""
+        rates = self.links if codec is LinkCodec.NONE else self.compressed_links
+        if size_bytes > 0 and projected_ms > 0:
+            rates.setdefault(node_id, _link_default()).assume(size_bytes / 1e6 / projected_ms * 1000.0)
+
+    def worker_was_left(self, node_id: NodeId, tokens: int, projected_ms: float) -> None:
+        """The same of a job that had begun."""
+        if tokens > 0 and projected_ms > 0:
+            rate = self.workers.setdefault(node_id, Rate(default=WORKER_TOKENS_PER_SECOND_DEFAULT))
+            rate.assume(tokens / projected_ms * 1000.0)
+
+    def use_route(self, node_id: NodeId, endpoint: str) -> None:
+        """A node is reached through this endpoint now: its link has the rates that were measured there, if any."""
+        before = self.routes.get(node_id)
+        self.routes[node_id] = endpoint
+        if before is None or before == endpoint:
+            return
+        parked = self.parked.setdefault(node_id, {})
+        plain, compressed = self.links.pop(node_id, None), self.compressed_links.pop(node_id, None)
+        parked[before] = (plain, compressed, self.link_transfers.pop(node_id, 0))
+        plain, compressed, transfers = parked.pop(endpoint, (None, None, 0))
+        if plain is not None:
+            self.links[node_id] = plain
+        if compressed is not None:
+            self.compressed_links[node_id] = compressed
+        if transfers:
+            self.link_transfers[node_id] = transfers
+        while len(parked) > ROUTES_MAX:
+            del parked[next(iter(parked))]
 
     def forget(self, node_id: NodeId) -> None:
         """Drop what was measured of a node that left the fleet, so that churn cannot grow this without end."""
@@ -125,6 +232,9 @@ class MeasuredRates:
         self.compressed_links.pop(node_id, None)
         self.link_transfers.pop(node_id, None)
         self.workers.pop(node_id, None)
+        self.passed_over.forget(node_id)
+        self.routes.pop(node_id, None)
+        self.parked.pop(node_id, None)
 
     def link_megabytes_per_second(self, node_id: NodeId) -> float | None:
         """Payload a transfer may be expected to bring, the better way; None when nothing was measured."""
@@ -170,73 +280,23 @@ def import_ms(size_bytes: int, round_trip_ms: float, megabytes_per_second: float
 
 
 def worker_ms(tokens: int, queued_tokens: int, tokens_per_second: float, transfer_ms: float) -> float:
-    """Time until a worker has worked off its queue, computed ``tokens`` and delivered the result."""
+    """Time until a worker has worked off its queue, computed ``tokens`` and delivered the result.
+
+    Segments travel while later ones are computed, so the slower of the two counts, and one segment of the other.
+    """
     rate = tokens_per_second if tokens_per_second > 0 else WORKER_TOKENS_PER_SECOND_DEFAULT
-    return (max(0, queued_tokens) + max(0, tokens)) / rate * 1000.0 + transfer_ms
+    queue = max(0, queued_tokens) / rate * 1000.0
+    compute = max(0, tokens) / rate * 1000.0
+    segments = max(1, math.ceil(tokens / SEGMENT_TOKENS_DEFAULT))
+    return queue + max(compute, transfer_ms) + min(compute, transfer_ms) / segments
+
+
+def sample_weight(tokens: int) -> float:
+    """How much a measurement over so many tokens tells, in (0, 1]."""
+    return min(1.0, max(1, tokens) / SEGMENT_TOKENS_DEFAULT)
 
 
 # --- decisions ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ImportDecision:
-    """Whether to import what peers hold. ``saved_tokens``: tokens that need not be computed then."""
-
-    accepted: bool
-    saved_tokens: int
-    transfer_bytes: int
-    import_ms: float
-    compute_ms: float
-    minimum_savings_ratio: float
-
-    def describe(self) -> str:
-        verdict = "pays" if self.accepted else "does not pay"
-        return (
-            f"importing {self.saved_tokens} tokens ({self.transfer_bytes / 1e6:.1f} MB) {verdict}: "
-            f"{self.import_ms:.0f} ms against {self.compute_ms:.0f} ms of prefill here"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LinkShare:
-    """What one peer would have to deliver."""
-
-    size_bytes: int
-    round_trip_ms: float
-    megabytes_per_second: float | None
-
-
-def decide_import(
-    shares: Sequence[LinkShare],
-    saved_tokens: int,
-    rates: MeasuredRates,
-    *,
-    minimum_savings_ratio: float,
-    penalty_ms: float = 0.0,
-    forced: bool = False,
-) -> ImportDecision:
-    """Import from peers, or compute the same tokens here?
-
-    Args:
-        shares: one for each peer; they deliver side by side, so the slowest one counts.
-        saved_tokens: tokens the import makes unnecessary to compute.
-        rates: measured.
-        minimum_savings_ratio: in [0, 1).
-        penalty_ms: cost of keeping decode waiting, added to the local side.
-        forced: take it whatever it costs (remote-required).
-    """
-    size_bytes = sum(share.size_bytes for share in shares)
-    transfer = max((import_ms(s.size_bytes, s.round_trip_ms, s.megabytes_per_second) for s in shares), default=0.0)
-    load = size_bytes / (rates.imports.value * BYTES_PER_MS_OF_ONE_MEGABYTE_PER_SECOND)
-    local = compute_ms(saved_tokens, rates.local.value, penalty_ms)
-    return ImportDecision(
-        accepted=forced or _pays(transfer + load, local, minimum_savings_ratio),
-        saved_tokens=saved_tokens,
-        transfer_bytes=size_bytes,
-        import_ms=transfer + load,
-        compute_ms=local,
-        minimum_savings_ratio=minimum_savings_ratio,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,78 +358,6 @@ def decide_link_codec(
     return decision(codec, "estimated to be fastest")
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerOffer:
-    """What the planner knows of a worker. ``tokens_per_second`` 0: unknown."""
-
-    node_id: NodeId
-    tokens_per_second: float
-    queued_tokens: int
-    round_trip_ms: float = ROUND_TRIP_MS_DEFAULT
-    megabytes_per_second: float | None = None
-    free_memory_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDecision:
-    """What one worker would cost for a job, and whether it pays."""
-
-    node_id: NodeId
-    accepted: bool
-    tokens: int
-    worker_ms: float
-    compute_ms: float
-
-    def describe(self) -> str:
-        verdict = "pays" if self.accepted else "does not pay"
-        return (
-            f"worker {self.node_id} for {self.tokens} tokens {verdict}: "
-            f"{self.worker_ms:.0f} ms against {self.compute_ms:.0f} ms of prefill here"
-        )
-
-
-def rank_workers(
-    offers: Iterable[WorkerOffer],
-    *,
-    worker_tokens: int,
-    local_tokens: int,
-    transfer_bytes: int,
-    rates: MeasuredRates,
-    minimum_savings_ratio: float,
-    penalty_ms: float = 0.0,
-    forced: bool = False,
-) -> tuple[WorkerDecision, ...]:
-    """All workers, cheapest first (ties: more free memory, then the smaller node id), each with its verdict.
-
-    Args:
-        offers: the workers that could run the job.
-        worker_tokens: tokens a worker would have to compute.
-        local_tokens: tokens this machine would have to compute instead.
-        transfer_bytes: size of what the worker would send.
-        rates: measured.
-        minimum_savings_ratio: in [0, 1).
-        penalty_ms: cost of keeping decode waiting, added to the local side.
-        forced: every worker is acceptable (remote-required).
-    """
-    local = compute_ms(local_tokens, rates.local.value, penalty_ms)
-    ranked: list[tuple[float, int, NodeId]] = []
-    for offer in offers:
-        transfer = import_ms(transfer_bytes, offer.round_trip_ms, offer.megabytes_per_second)
-        speed = rates.worker_tokens_per_second(offer.node_id, offer.tokens_per_second)
-        cost = worker_ms(worker_tokens, offer.queued_tokens, speed, transfer)
-        ranked.append((cost, -offer.free_memory_bytes, offer.node_id))
-    return tuple(
-        WorkerDecision(
-            node_id=node_id,
-            accepted=forced or _pays(cost, local, minimum_savings_ratio),
-            tokens=worker_tokens,
-            worker_ms=cost,
-            compute_ms=local,
-        )
-        for cost, _, node_id in sorted(ranked)
-    )
-
-
 def rank_replicas(key: bytes, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
     """Order nodes for a key by rendezvous hashing, best first.
 
@@ -378,7 +366,3 @@ def rank_replicas(key: bytes, node_ids: Iterable[NodeId]) -> tuple[NodeId, ...]:
     """
     scored = {node_id: hashlib.sha256(key + node_id.encode("utf-8")).digest() for node_id in node_ids}
     return tuple(sorted(scored, key=lambda node_id: (scored[node_id], node_id), reverse=True))
-
-
-def _pays(remote_ms: float, local_ms: float, minimum_savings_ratio: float) -> bool:
-    return local_ms > 0 and remote_ms <= local_ms * (1.0 - minimum_savings_ratio)

@@ -15,97 +15,49 @@ Rules
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Final, Literal, TypeAlias
 
 from kakeya_zmq.blocks import Part, byte_view
-from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart, Namespace
+from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
+from kakeya_zmq.store_leases import LeaseTable
+from kakeya_zmq.store_log import EventLog
+from kakeya_zmq.store_lookup import find_prompt, survey_of, tail_of
+from kakeya_zmq.store_room import StoreRoom
+from kakeya_zmq.store_values import (
+    EVENTS_MAX,
+    LEASES_MAX,
+    NAMESPACES_MAX,
+    Evictions,
+    Finding,
+    LeaseError,
+    LeaseInfo,
+    PutOutcome,
+    ReservationId,
+    StoreEvent,
+    StoreStats,
+    Survey,
+)
 from wire import limits
-from wire.errors import CapacityError, FailureCode, InvalidInput, KakeyaError
+from wire.errors import CapacityError, FailureCode, InvalidInput
 from wire.ids import LeaseId
 from wire.limits import HASH_BYTES
-from wire.messages import PartMeta, PartRef, Tail
+from wire.messages import PartMeta, PartRef, Requirement, Tail
 
-LEASES_MAX: Final = 4096
-"""Leases at one time; a lookup beyond them gets its answer without a lease."""
-NAMESPACES_MAX: Final = 256
-"""Fingerprints at one time: eviction compares the oldest part of each."""
-EVENTS_MAX: Final = 4096
-"""Events remembered for gossip; a reader that fell further behind must resynchronise."""
-
-ReservationId: TypeAlias = bytes
-
-
-class LeaseError(KakeyaError):
-    """A lease is unknown, has expired, or does not cover what was asked."""
-
-    def __init__(self, code: FailureCode, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class PutOutcome(Enum):
-    STORED = "stored"
-    ALREADY_HELD = "already held"
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseInfo:
-    """``refs``: what is held fast, without repetitions. ``generation`` tells two leases apart in logs and checks."""
-
-    lease_id: LeaseId
-    refs: tuple[PartRef, ...]
-    generation: int
-    expires_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEvent:
-    sequence: int
-    change: Literal["stored", "evicted"]
-    ref: PartRef
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """Which of some blocks' parts are held. Index of the outer tuples: PartKind."""
-
-    present: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]]
-    mean_bytes: tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    bytes_used: int
-    max_bytes: int
-    bytes_reserved: int
-    bytes_locked: int
-    """Held fast by leases and pins."""
-    entry_count: int
-    """Parts."""
-    block_count: int
-    cache_epoch: int
-    lookup_hits: int
-    lookup_misses: int
-    tokens_served: int
-    bytes_served: int
-    evictions: int
-    """Parts."""
-    bytes_evicted: int
-    put_failures: int
-    collisions_same_hash: int
-    leases: int
-
-
-@dataclass(slots=True)
-class _Lease:
-    info: LeaseInfo
-    parts: dict[PartRef, HeldPart]
-    """What it holds; info.refs less what was invalidated."""
+__all__ = [
+    "EVENTS_MAX",
+    "LEASES_MAX",
+    "NAMESPACES_MAX",
+    "BlockStore",
+    "Evictions",
+    "Finding",
+    "LeaseError",
+    "LeaseInfo",
+    "PutOutcome",
+    "ReservationId",
+    "StoreEvent",
+    "StoreStats",
+    "Survey",
+]
 
 
 class BlockStore:
@@ -124,39 +76,32 @@ class BlockStore:
         random_bytes: Callable[[int], bytes],
         quota_bytes: Callable[[bytes], int | None] = lambda fingerprint: None,
     ) -> None:
-        if max_bytes <= 0:
-            raise InvalidInput(f"the store needs a positive size, not {max_bytes}")
-        self._max_bytes = max_bytes
-        self._random_bytes = random_bytes
         self._quota_bytes = quota_bytes
         self._tree = BlockTree()
-        self._leases: dict[LeaseId, _Lease] = {}
-        self._expiries: list[tuple[float, LeaseId]] = []
-        self._reservations: dict[ReservationId, int] = {}
-        self._pins: set[PartRef] = set()
-        self._events: deque[StoreEvent] = deque(maxlen=EVENTS_MAX)
-        self._sequence = 0
+        self._leases = LeaseTable(random_bytes)
+        self._log = EventLog(EVENTS_MAX)
+        self._room = StoreRoom(max_bytes, self._tree, self._leases, self._log, quota_bytes)
         self._use = 0
-        self._generation = 0
-        self._bytes_used = self._bytes_reserved = self._bytes_locked = self._entry_count = 0
-        self._epoch = 1
         self._lookup_hits = self._lookup_misses = self._tokens_served = self._bytes_served = 0
-        self._evictions = self._bytes_evicted = self._put_failures = self._collisions = 0
+        self._put_failures = self._collisions = 0
 
     # --- what is there -------------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
         """Grows with every insert, eviction and invalidation."""
-        return self._epoch
+        return self._room.epoch
 
     @property
     def max_bytes(self) -> int:
-        return self._max_bytes
+        return self._room.max_bytes
 
     def has(self, ref: PartRef) -> bool:
         block = self._tree.blocks.get(ref.block_hash)
-        return block is not None and block.part(ref.kind) is not None
+        if block is None:
+            return False
+        kind = ref.kind  # written out, not by block.part: a prompt asks this for every block
+        return (block.full if kind == 0 else block.window if kind == 1 else block.state) is not None
 
     def get(self, ref: PartRef) -> Part | None:
         """The part, without refreshing it."""
@@ -174,25 +119,21 @@ class BlockStore:
 
     def survey(self, block_hashes: Sequence[bytes]) -> Survey:
         """Presence of every kind for each hash, in the given order, and the mean size of what is there."""
-        found = [self._tree.blocks.get(block_hash) for block_hash in block_hashes]
-        full = [None if block is None else block.full for block in found]
-        window = [None if block is None else block.window for block in found]
-        state = [None if block is None else block.state for block in found]
-        return Survey(
-            present=(_presence(full), _presence(window), _presence(state)),
-            mean_bytes=(_mean_bytes(full), _mean_bytes(window), _mean_bytes(state)),
-        )
+        get = self._tree.blocks.get
+        return survey_of([get(block_hash) for block_hash in block_hashes])
+
+    def find(self, block_hashes: Sequence[bytes], *, fingerprint: bytes, requirement: Requirement) -> Finding:
+        """What is held of a prompt whose blocks have these hashes, in prefix order; refreshes nothing."""
+        return find_prompt(self._tree, block_hashes, fingerprint, requirement)
 
     def tails(self, parent_hash: bytes, *, fingerprint: bytes, block_tokens: int) -> tuple[Tail, ...]:
         """Tails held under a block (or under ROOT_HASH), newest first, at most TAILS_PER_PARENT_MAX."""
         blocks = self._tree.tails(fingerprint, parent_hash, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
-        return tuple(
-            Tail(parent_hash=parent_hash, block_hash=b.block_hash, token_count=b.token_count, kinds=b.kinds) for b in blocks
-        )
+        return tuple([tail_of(block) for block in blocks])
 
     def room_bytes(self, fingerprint: bytes) -> int:
         """Bytes that new parts of this namespace could get if everything that may go did go."""
-        room = self._max_bytes - self._bytes_reserved - self._bytes_locked
+        room = self._room.max_bytes - self._room.bytes_reserved - self._leases.bytes_locked
         quota = self._quota_bytes(fingerprint)
         return max(0, room if quota is None else min(room, quota))
 
@@ -201,26 +142,32 @@ class BlockStore:
 
     def events_since(self, sequence: int) -> tuple[StoreEvent, ...] | None:
         """Events with a larger sequence number, oldest first; None when some of them are already forgotten."""
-        first = self._events[0].sequence if self._events else self._sequence + 1
-        if sequence < first - 1:
-            return None
-        return tuple(event for event in self._events if event.sequence > sequence)
+        return self._log.since(sequence)
+
+    @property
+    def event_sequence(self) -> int:
+        """Number of the last event: where a new reader of :meth:`events_since` begins."""
+        return self._log.sequence
+
+    def evictions(self) -> Evictions:
+        """What was evicted so far; costs nothing, for readers that look often."""
+        return Evictions(self._room.evictions, self._room.bytes_evicted)
 
     def stats(self) -> StoreStats:
         return StoreStats(
-            bytes_used=self._bytes_used,
-            max_bytes=self._max_bytes,
-            bytes_reserved=self._bytes_reserved,
-            bytes_locked=self._bytes_locked,
-            entry_count=self._entry_count,
+            bytes_used=self._room.bytes_used,
+            max_bytes=self._room.max_bytes,
+            bytes_reserved=self._room.bytes_reserved,
+            bytes_locked=self._leases.bytes_locked,
+            entry_count=self._room.entry_count,
             block_count=len(self._tree.blocks),
-            cache_epoch=self._epoch,
+            cache_epoch=self._room.epoch,
             lookup_hits=self._lookup_hits,
             lookup_misses=self._lookup_misses,
             tokens_served=self._tokens_served,
             bytes_served=self._bytes_served,
-            evictions=self._evictions,
-            bytes_evicted=self._bytes_evicted,
+            evictions=self._room.evictions,
+            bytes_evicted=self._room.bytes_evicted,
             put_failures=self._put_failures,
             collisions_same_hash=self._collisions,
             leases=len(self._leases),
@@ -263,7 +210,7 @@ class BlockStore:
         self, part: Part, block: HeldBlock | None, fingerprint: bytes, now: float, reservation_id: ReservationId | None
     ) -> HeldBlock:
         meta = part.meta
-        reserved = min(self._reservations.get(reservation_id, 0) if reservation_id is not None else 0, meta.length_bytes)
+        reserved = self._room.reserved_for(reservation_id, meta.length_bytes)
         if block is None:
             if fingerprint not in self._tree.namespaces and len(self._tree.namespaces) >= NAMESPACES_MAX:
                 raise CapacityError(f"the store already holds {NAMESPACES_MAX} namespaces")
@@ -271,29 +218,28 @@ class BlockStore:
             block = self._tree.add(fingerprint, meta)
         own_parts = block.parts()
         for own in own_parts:  # the other parts of the same block must not go to make room for this one
-            self._lock(own)
+            self._leases.lock(own)
         try:
-            self._make_quota_room(block.namespace, meta.length_bytes, now)
-            self._make_room(meta.length_bytes - reserved, now, beneficiary=block)
+            self._room.make_quota_room(block.namespace, meta.length_bytes, now)
+            self._room.make_room(meta.length_bytes - reserved, now, beneficiary=block)
         except CapacityError:
             if not block.kinds:
                 self._tree.remove(block)
             raise
         finally:
             for own in own_parts:
-                self._unlock(own)
+                self._leases.unlock(own)
         if reservation_id is not None and reserved:
-            self._reservations[reservation_id] -= reserved
-            self._bytes_reserved -= reserved
+            self._room.use_reservation(reservation_id, reserved)
         stamp = self._next_use()
         held = HeldPart(block, meta, _own_payload(part.payload), stamp)
         block.set_part(held.kind, held)
         block.stamp = stamp
         block.namespace.bytes_used += meta.length_bytes
-        self._bytes_used += meta.length_bytes
-        self._entry_count += 1
+        self._room.bytes_used += meta.length_bytes
+        self._room.entry_count += 1
         block.namespace.requeue(block)
-        self._log("stored", held)
+        self._room.record("stored", held)
         return block
 
     def _limit_tails(self, newest: HeldBlock) -> None:
@@ -303,7 +249,7 @@ class BlockStore:
         if excess <= 0 or newest.token_count >= newest.namespace.full_tokens:
             return
         for block in [b for b in tails if not b.locked and b is not newest and b.children is None][:excess]:
-            self._evict(block.parts())
+            self._room.evict(block.parts())
 
     # --- recency, pins, leases -----------------------------------------------------------------------------------
 
@@ -325,18 +271,14 @@ class BlockStore:
         held = self._find(ref)
         if held is None:
             return False
-        if ref not in self._pins:
-            self._pins.add(ref)
-            self._lock(held)
+        self._leases.pin(held)
         return True
 
     def unpin(self, ref: PartRef) -> None:
         """Idempotent."""
-        if ref in self._pins:
-            self._pins.remove(ref)
-            held = self._find(ref)
-            assert held is not None, "a pinned part is held"
-            self._unlock(held)
+        held = self._find(ref)
+        if held is not None:
+            self._leases.unpin(held)
 
     def lease(self, refs: Iterable[PartRef], now: float, lease_ms: int) -> LeaseInfo:
         """Refresh parts and keep them until the lease is released or expires; those not held are left out.
@@ -345,24 +287,17 @@ class BlockStore:
             CapacityError: there are LEASES_MAX leases.
             LeaseError: none of the parts is held (NOT_FOUND).
         """
-        self.expire(now)
-        if len(self._leases) >= LEASES_MAX:
-            raise CapacityError(f"the store already keeps {LEASES_MAX} leases")
-        found = {ref: held for ref in refs if (held := self._find(ref)) is not None}
-        if not found:
-            raise LeaseError(FailureCode.NOT_FOUND, "none of the parts is held")
+        return self._leases.grant(self._found(refs), now, lease_ms, self._next_use())
+
+    def lease_finding(self, finding: Finding, now: float, lease_ms: int) -> LeaseInfo:
+        """:meth:`lease` for what :meth:`find` found; nothing may have changed in between."""
+        return self._leases.grant(finding.parts, now, lease_ms, self._next_use())
+
+    def touch_finding(self, finding: Finding) -> None:
+        """:meth:`touch` for what :meth:`find` found."""
         stamp = self._next_use()
-        for held in found.values():  # inlined: a long prompt has thousands of parts
-            held.stamp = held.block.stamp = stamp
-            if held.locks == 0:
-                self._bytes_locked += len(held.payload)
-            held.locks += 1
-        self._generation += 1
-        lease_id = LeaseId(self._random_bytes(16))
-        info = LeaseInfo(lease_id, tuple(found), self._generation, now + lease_ms / 1000)
-        self._leases[lease_id] = _Lease(info, found)
-        heapq.heappush(self._expiries, (info.expires_at, lease_id))
-        return info
+        for held in finding.parts:
+            self._refresh(held, stamp)
 
     def leased_parts(self, lease_id: LeaseId, refs: Sequence[PartRef], now: float) -> tuple[Part, ...]:
         """The parts, in the order of ``refs``; counted as served.
@@ -370,12 +305,12 @@ class BlockStore:
         Raises:
             LeaseError: NOT_FOUND when the lease is unknown or has expired, FAILED_PRECONDITION when it lacks a part.
         """
-        leased = self._live_lease(lease_id, now).parts
+        leased = self._leases.live(lease_id, now).parts
         parts: list[Part] = []
         tokens: dict[bytes, int] = {}
         for ref in refs:
-            held = leased.get(ref)
-            if held is None:
+            held = self._find(ref)
+            if held is None or held not in leased:
                 raise LeaseError(FailureCode.FAILED_PRECONDITION, "a part is not in the lease, or was invalidated")
             parts.append(held.as_part())
             tokens[ref.block_hash] = held.block.token_count
@@ -385,7 +320,7 @@ class BlockStore:
 
     def lease_info(self, lease_id: LeaseId, now: float) -> LeaseInfo:
         """Raises LeaseError (NOT_FOUND) when the lease is unknown or has expired."""
-        return self._live_lease(lease_id, now).info
+        return self._leases.live(lease_id, now).info
 
     def renew(self, lease_id: LeaseId, now: float, lease_ms: int, *, generation: int | None = None) -> LeaseInfo:
         """Let the lease end ``lease_ms`` from now, or when it would have ended, whichever is later.
@@ -393,44 +328,19 @@ class BlockStore:
         Raises:
             LeaseError: NOT_FOUND when it is unknown, has expired, or is of another generation.
         """
-        lease = self._live_lease(lease_id, now)
-        info = lease.info
-        if generation is not None and generation != info.generation:
-            raise LeaseError(FailureCode.NOT_FOUND, "the lease is of another generation")
-        expires_at = max(info.expires_at, now + lease_ms / 1000)
-        lease.info = LeaseInfo(info.lease_id, info.refs, info.generation, expires_at)
-        return lease.info
+        return self._leases.renew(lease_id, now, lease_ms, generation)
 
     def release(self, lease_id: LeaseId) -> bool:
         """End a lease; False when there is none (any more)."""
-        lease = self._leases.pop(lease_id, None)
-        if lease is None:
-            return False
-        for held in lease.parts.values():
-            self._unlock(held)
-        if len(self._expiries) > 2 * len(self._leases) + 64:
-            self._expiries = [(kept.info.expires_at, kept_id) for kept_id, kept in self._leases.items()]
-            heapq.heapify(self._expiries)
-        return True
+        return self._leases.release(lease_id)
 
     def expire(self, now: float) -> int:
         """End every lease whose time has come; returns how many."""
-        ended = 0
-        while (due := self.next_expiry()) is not None and due <= now:
-            ended += self.release(heapq.heappop(self._expiries)[1])
-        return ended
+        return self._leases.expire(now)
 
     def next_expiry(self) -> float | None:
         """When the next lease ends, seconds; None without leases."""
-        while self._expiries:
-            queued, lease_id = self._expiries[0]
-            lease = self._leases.get(lease_id)
-            if lease is not None and lease.info.expires_at == queued:
-                return queued
-            heapq.heappop(self._expiries)
-            if lease is not None:  # renewed since it was queued
-                heapq.heappush(self._expiries, (lease.info.expires_at, lease_id))
-        return None
+        return self._leases.next_expiry()
 
     # --- room ----------------------------------------------------------------------------------------------------
 
@@ -441,101 +351,39 @@ class BlockStore:
             CapacityError: leases, pins and other reservations leave less than that.
             InvalidInput: the id is in use, or the size is not positive.
         """
-        if reservation_id in self._reservations or reserved_bytes <= 0:
-            raise InvalidInput("a reservation needs a new id and a positive size")
-        self._make_room(reserved_bytes, now, beneficiary=None)
-        self._reservations[reservation_id] = reserved_bytes
-        self._bytes_reserved += reserved_bytes
+        self._room.reserve(reservation_id, reserved_bytes, now)
 
     def release_reservation(self, reservation_id: ReservationId) -> None:
         """Give back what is left of a reservation; idempotent."""
-        self._bytes_reserved -= self._reservations.pop(reservation_id, 0)
+        self._room.release_reservation(reservation_id)
 
-    def resize(self, max_bytes: int, now: float) -> bool:
+    def resize(self, max_bytes: int, now: float, *, evictions_max: int | None = None) -> bool:
         """Change the bound, evicting down to it; False when leases, pins and reservations kept it larger.
+
+        Args:
+            evictions_max: parts evicted at the most in this call, so that it takes a bounded time: a large cut is made by
+                asking again while it returns False.
 
         Raises:
             InvalidInput: the size is not positive.
         """
-        if max_bytes <= 0:
-            raise InvalidInput(f"the store needs a positive size, not {max_bytes}")
-        self.expire(now)
-        reached = max(max_bytes, self._bytes_reserved + self._bytes_locked)
-        if reached < self._max_bytes:
-            self._evict_down(self._bytes_used + self._bytes_reserved - reached, beneficiary=None)
-        self._max_bytes = reached
-        return reached == max_bytes
+        return self._room.resize(max_bytes, now, evictions_max)
 
     def invalidate(self, ref: PartRef) -> bool:
         """Drop a bad part at once, also out of leases and pins; False when it is not held."""
         held = self._find(ref)
         if held is None:
             return False
-        for lease in self._leases.values():
-            lease.parts.pop(ref, None)
-        self._pins.discard(ref)
-        if held.locks:
-            held.locks = 1
-            self._unlock(held)
-        self._drop(held)
+        self._leases.forget(held)
+        self._room.drop(held, "invalidated")
         return True
 
     def clear(self) -> None:
         """Drop every part, lease and pin; reservations stay, their work is under way."""
         self._leases.clear()
-        self._expiries.clear()
-        self._pins.clear()
         for block in list(self._tree.blocks.values()):
             for held in block.parts():
-                held.locks = 0
-                self._drop(held)
-        self._bytes_locked = 0
-
-    def _make_quota_room(self, namespace: Namespace, length_bytes: int, now: float) -> None:
-        quota = self._quota_bytes(namespace.fingerprint)
-        if quota is None or namespace.bytes_used + length_bytes <= quota:
-            return
-        self.expire(now)
-        while namespace.bytes_used + length_bytes > quota:
-            victims = self._tree.victim((namespace,))
-            if not victims:
-                raise CapacityError(f"the namespace's quota of {quota} bytes is used up by what can't be evicted")
-            self._evict(victims)
-
-    def _make_room(self, needed_bytes: int, now: float, *, beneficiary: HeldBlock | None) -> None:
-        missing = self._bytes_used + self._bytes_reserved + needed_bytes - self._max_bytes
-        if missing <= 0:
-            return
-        self.expire(now)
-        if missing > self._bytes_used - self._bytes_locked:
-            raise CapacityError(
-                f"no room for {needed_bytes} bytes: of {self._max_bytes} bytes {self._bytes_locked} are held fast "
-                f"and {self._bytes_reserved} reserved"
-            )
-        if not self._evict_down(missing, beneficiary=beneficiary):
-            raise CapacityError(f"no room for {needed_bytes} bytes without evicting the prefix they belong to")
-
-    def _evict_down(self, excess_bytes: int, *, beneficiary: HeldBlock | None) -> bool:
-        target = self._bytes_used - excess_bytes
-        while self._bytes_used > target:
-            victims = self._tree.victim(self._tree.namespaces.values())
-            if not victims:
-                return self._evict_interior(target, beneficiary)
-            self._evict(victims)
-        return True
-
-    def _evict_interior(self, target: int, beneficiary: HeldBlock | None) -> bool:
-        """No leaf may go: take unlocked parts out from under locked descendants, oldest first. Rare, so a plain scan."""
-        spared = {beneficiary, *self._tree.ancestors(beneficiary)} if beneficiary is not None else set()
-        candidates = [
-            held for b in self._tree.blocks.values() if b not in spared for held in b.parts() if not held.locks
-        ]  # fmt: skip
-        candidates.sort(key=lambda held: (held.stamp, -held.block.start))
-        for held in candidates:
-            if self._bytes_used <= target:
-                break
-            self._evict((held,))
-        return self._bytes_used <= target
+                self._room.drop(held, "invalidated")
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
@@ -543,11 +391,9 @@ class BlockStore:
         block = self._tree.blocks.get(ref.block_hash)
         return None if block is None else block.part(ref.kind)
 
-    def _live_lease(self, lease_id: LeaseId, now: float) -> _Lease:
-        lease = self._leases.get(lease_id)
-        if lease is None or now >= lease.info.expires_at:
-            raise LeaseError(FailureCode.NOT_FOUND, "the lease is unknown or has expired")
-        return lease
+    def _found(self, refs: Iterable[PartRef]) -> list[HeldPart]:
+        """The parts that are held, in order."""
+        return [held for ref in refs if (held := self._find(ref)) is not None]
 
     def _next_use(self) -> int:
         self._use += 1
@@ -556,48 +402,6 @@ class BlockStore:
     def _refresh(self, held: HeldPart, stamp: int) -> None:
         held.stamp = stamp
         held.block.stamp = stamp
-
-    def _lock(self, held: HeldPart) -> None:
-        if held.locks == 0:
-            self._bytes_locked += held.length_bytes
-        held.locks += 1
-
-    def _unlock(self, held: HeldPart) -> None:
-        held.locks -= 1
-        if held.locks == 0:
-            self._bytes_locked -= len(held.payload)
-            held.block.namespace.requeue(held.block)
-
-    def _evict(self, victims: Sequence[HeldPart]) -> None:
-        for held in victims:
-            assert not held.locks, "what is leased or pinned is not evicted"
-            self._evictions += 1
-            self._bytes_evicted += held.length_bytes
-            self._drop(held)
-
-    def _drop(self, held: HeldPart) -> None:
-        block = held.block
-        block.set_part(held.kind, None)
-        block.namespace.bytes_used -= held.length_bytes
-        self._bytes_used -= held.length_bytes
-        self._entry_count -= 1
-        if not block.kinds:
-            self._tree.remove(block)
-        self._log("evicted", held)
-
-    def _log(self, change: Literal["stored", "evicted"], held: HeldPart) -> None:
-        self._epoch += 1
-        self._sequence += 1
-        self._events.append(StoreEvent(self._sequence, change, held.ref))
-
-
-def _presence(row: Sequence[HeldPart | None]) -> tuple[bool, ...]:
-    return tuple([held is not None for held in row])
-
-
-def _mean_bytes(row: Sequence[HeldPart | None]) -> int:
-    lengths = [len(held.payload) for held in row if held is not None]
-    return sum(lengths) // len(lengths) if lengths else 0
 
 
 def _own_payload(payload: memoryview) -> bytes | memoryview:

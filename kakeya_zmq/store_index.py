@@ -19,7 +19,7 @@ rebuilt when they are asked for.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from kakeya_zmq.blocks import ROOT_HASH, Part
 from wire.limits import HASH_BYTES
@@ -259,6 +259,16 @@ class BlockTree:
             return [block for block in reversed(namespace.tails.get(parent_hash, ())) if block.token_count < block_tokens]
         # no full block was seen yet: every block here is a tail, also those that could not be told from full ones
         return list(self._children_of(namespace, parent_hash))
+
+    def parents_of_tails(self, fingerprint: bytes, parent_hashes: Sequence[bytes], block_tokens: int) -> Sequence[bytes]:
+        """Those of some blocks that may have tails, in the same order: most of a prompt's blocks have none."""
+        namespace = self.namespaces.get(fingerprint)
+        if namespace is None:
+            return ()
+        if namespace.full_tokens < block_tokens:  # see tails(): the index does not tell yet
+            return parent_hashes
+        tails = namespace.tails
+        return [parent_hash for parent_hash in parent_hashes if parent_hash in tails]
 
     def ancestors(self, block: HeldBlock) -> Iterator[HeldBlock]:
         parent = self._parent(block.namespace, block.parent_hash)

@@ -1,4 +1,4 @@
-"""Counters, gauges and the ring of explanations: what a node can tell about its work.
+"""Counters, gauges and lines: what a node can tell about its work.
 
 Plain containers, owned by one thread (the reactor's); readers get snapshots. Nothing in here may hold a prompt, a token, a
 hash, a key or an address.
@@ -6,8 +6,8 @@ hash, a key or an address.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Final, TypeAlias
 
 from wire.errors import LocalProtocolError
@@ -93,29 +93,6 @@ class Counters:
             raise LocalProtocolError(f"more than {NAMES_MAX} counter names")
 
 
-class ExplainLog:
-    """The last explanations, oldest first, each with the time it was added and the session's label or id."""
-
-    def __init__(self, entries_max: int = 64) -> None:
-        self._entries: deque[tuple[float, str, Explanation]] = deque(maxlen=entries_max)
-
-    def add(self, now: float, subject: str, explanation: Explanation) -> None:
-        self._entries.append((now, subject, explanation))
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __iter__(self) -> Iterator[tuple[float, str, Explanation]]:
-        return iter(tuple(self._entries))
-
-    def latest(self) -> Explanation | None:
-        return self._entries[-1][2] if self._entries else None
-
-    def lines(self) -> tuple[str, ...]:
-        """One line each, oldest first."""
-        return tuple(f"{subject}: {explanation_line(explanation)}" for _, subject, explanation in self._entries)
-
-
 _SOURCE_NAMES: Final[Mapping[SourceKind, str]] = {
     SourceKind.COMPUTED: "computed here",
     SourceKind.HOT: "own cache",
@@ -135,3 +112,27 @@ def explanation_line(explanation: Explanation) -> str:
     if explanation.reasons:
         line += f"; {'; '.join(explanation.reasons)}"
     return line[:TEXT_CHARACTERS_MAX]
+
+
+# --- what may leave the fleet -----------------------------------------------------------------------------------------
+
+_ADDRESS: Final = re.compile(
+    r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?::\d{1,5})?(?![\w.]*\w)"  # IPv4
+    r"|\[[0-9A-Fa-f:.%\w]*:[0-9A-Fa-f:.%\w]*\](?::\d{1,5})?"  # IPv6 in brackets
+    r"|(?<![\w:])(?=[0-9A-Fa-f:]*(?:::|(?::[0-9A-Fa-f]{0,4}){3}))[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?![\w:])"  # IPv6
+    r"|(?<![\w.-])[A-Za-z][\w-]*(?:\.[\w-]+)*:\d{2,5}(?!\w)"  # a host name and a port
+)
+_DIGEST: Final = re.compile(r"\b[0-9A-Fa-f]{32,}\b")
+_UNBOUNDED_MS: Final = 1e12
+
+
+def public_text(text: str) -> str:
+    """A line that readers of telemetry may see: without network addresses and digests, at most TEXT_CHARACTERS_MAX long."""
+    return _DIGEST.sub("(digest)", _ADDRESS.sub("(address)", text[: 2 * TEXT_CHARACTERS_MAX]))[:TEXT_CHARACTERS_MAX]
+
+
+def bounded_ms(value: float) -> float:
+    """A time or rate as events carry them: finite, from 0 to 1e12, three digits after the point."""
+    if not value > 0:  # also when it is no number
+        return 0.0
+    return round(min(value, _UNBOUNDED_MS), 3)

@@ -147,6 +147,10 @@ class Node:
         self.flags = flags
         self.address = ""
         self.log = fleet.home / "logs" / f"{name}.log"
+        self.wrapper: tuple[str, ...] = ()
+        """Words before the interpreter's, for example to enter a network namespace."""
+        self.environment: dict[str, str] = {}
+        """On top of the fleet's."""
         self._fleet = fleet
         self._ready_file = fleet.home / "run" / f"{name}.ready"
         self._bind = ""
@@ -174,13 +178,14 @@ class Node:
         if peer:
             arguments += ["--peer", peer]
         with self.log.open("ab") as stream:
+            command = [*self.wrapper, sys.executable, "-m", *self.program, self.role, *arguments]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", *self.program, self.role, *arguments, "--ready-file", str(self._ready_file)],
+                [*command, "--ready-file", str(self._ready_file)],
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
                 cwd=PROJECT,
-                env=self._fleet.environment,
+                env={**self._fleet.environment, **self.environment},
             )
         self._fleet.kept.add(self.process.pid)
 

@@ -3,10 +3,19 @@
 A signed card is ``[card as msgpack, Ed25519 signature]``. The newest (incarnation, sequence) wins per node. TTL runs on the
 receiver's clock from the age its sender told; ``announced_at_unix`` is for people only, and no decision uses it.
 Whoever opens a card must still hold ``identity_public_key`` against the key it knows for ``node_id``.
+
+Nodes of different versions belong to one fleet: fields that a newer software adds at the end are ignored, and the card is
+relayed as it was signed.
+
+A *digest* says which cards its sender holds, so that only what is new needs to travel: for each card 24 bytes, the node's
+mark (BLAKE2b-64 of its id), incarnation and sequence, both u64 big-endian.
 """
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 from typing import Annotated, Final
 
 import msgspec
@@ -14,7 +23,7 @@ from msgspec import Meta, Struct
 
 from wire import limits
 from wire.codec import decode_bounded, encode_bounded
-from wire.errors import LocalProtocolError
+from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.keys import KEY_ID_BYTES, NodeIdentity
 from wire.messages import Count, Hash, Key32, Name, Number, OptionalName, Text
 
@@ -23,9 +32,14 @@ CARD_TTL_MS_MAX: Final = 3_600_000
 ENDPOINTS_MAX: Final = 16
 MODELS_MAX: Final = 16
 ACCEPTED_FINGERPRINTS_MAX: Final = 64
+HELD_NAMESPACES_MAX: Final = 16
+"""Namespaces a store tells of: a node with more serves so many models that the largest tell enough."""
 COMPATIBILITY_FIELDS_MAX: Final = 32
 
 _CONTEXT: Final = b"kakeya-zmq card\0"
+MARK_BYTES: Final = 8
+_VERSION: Final = struct.Struct(f">{MARK_BYTES}sQQ")
+DIGEST_ENTRY_BYTES: Final = _VERSION.size
 
 Address = Annotated[str, Meta(max_length=262, pattern=r"\A(\[[0-9A-Za-z:.%_-]{2,64}\]|[0-9A-Za-z._-]{1,255}):[0-9]{1,5}\Z")]
 """``host:port``; an IPv6 address stands in brackets."""
@@ -35,7 +49,7 @@ Load = Annotated[float, Meta(ge=0.0, le=1e6)]
 """0 idle, 1 fully busy."""
 
 
-class _CardPart(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
+class _CardPart(Struct, frozen=True, array_like=True, kw_only=True):
     pass
 
 
@@ -56,6 +70,16 @@ class ModelOffering(_CardPart, frozen=True, kw_only=True):
     role: OptionalName
     quantization: OptionalName
     tokens_per_second: Rate
+    fingerprint: Annotated[bytes, Meta(max_length=limits.HASH_BYTES)] = b""
+    """Of the namespace it computes KV for: 32 bytes, or nothing when it is not told."""
+    tenant: OptionalName = ""
+
+
+class HeldNamespace(_CardPart, frozen=True, kw_only=True):
+    """What a store holds of one namespace."""
+
+    fingerprint: Hash
+    bytes_used: Count
 
 
 class CacheOffering(_CardPart, frozen=True, kw_only=True):
@@ -72,6 +96,8 @@ class CacheOffering(_CardPart, frozen=True, kw_only=True):
     tokens_served: Count
     fingerprints: Annotated[tuple[Hash, ...], Meta(max_length=ACCEPTED_FINGERPRINTS_MAX)] = ()
     """Accepted for publishing; empty: any."""
+    held: Annotated[tuple[HeldNamespace, ...], Meta(max_length=HELD_NAMESPACES_MAX)] = ()
+    """The namespaces that take most of the store, largest first."""
 
 
 class WorkerOffering(_CardPart, frozen=True, kw_only=True):
@@ -149,3 +175,38 @@ def open_card(data: bytes) -> Card:
     card = decode_bounded(_CARD, signed.card, limits.CARD_BYTES_MAX, "card")
     NodeIdentity.verify(card.identity_public_key, _CONTEXT + signed.card, signed.signature)
     return card
+
+
+# --- digests -----------------------------------------------------------------------------------------------------
+
+
+def mark_of(node_id: str) -> bytes:
+    """The 8 bytes that stand for a node in a digest."""
+    return blake2b(node_id.encode("utf-8"), digest_size=MARK_BYTES, person=b"kz card mark").digest()
+
+
+def pack_digest(versions: Iterable[tuple[bytes, int, int]]) -> bytes:
+    """(mark, incarnation, sequence) of each card, 24 bytes each."""
+    return b"".join(_VERSION.pack(*version) for version in versions)
+
+
+def unpack_digest(data: bytes) -> Mapping[bytes, tuple[int, int]]:
+    """Mark → (incarnation, sequence).
+
+    Raises:
+        RemoteProtocolError: not a whole number of entries.
+    """
+    if len(data) % DIGEST_ENTRY_BYTES:
+        raise RemoteProtocolError("a digest of cards has a broken length")
+    return {mark: (incarnation, sequence) for mark, incarnation, sequence in _VERSION.iter_unpack(data)}
+
+
+def unpack_marks(data: bytes) -> tuple[bytes, ...]:
+    """Marks, 8 bytes each.
+
+    Raises:
+        RemoteProtocolError: not a whole number of marks.
+    """
+    if len(data) % MARK_BYTES:
+        raise RemoteProtocolError("a list of marks has a broken length")
+    return tuple(data[start : start + MARK_BYTES] for start in range(0, len(data), MARK_BYTES))

@@ -11,6 +11,7 @@ shows them to others decides who may see them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Final, TypeAlias
 
 import msgspec
@@ -30,6 +31,7 @@ FIGURES_MAX: Final = 512
 PEERS_MAX: Final = 256
 SOURCES_MAX: Final = 64
 REASONS_MAX: Final = 32
+DECISIONS_MAX: Final = 32
 
 
 class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,7 +72,8 @@ class WorkerView(_Event, frozen=True, kw_only=True):
 class PeerView(_Event, frozen=True, kw_only=True):
     """Another node as this one sees it. ``bus_address``: where its bus listens, "" when that is not known.
 
-    ``state``: connected, connecting, known (by its card only). Rates are measured, 0 when they are not.
+    ``state``: connected, connecting, down, known (by its card only). Rates are measured, 0 when they are not.
+    ``card_age_ms``: since its newest card came here. ``ttl_ms``: how long a card lives; 0 when none is known.
     """
 
     node_id: Name
@@ -155,14 +158,18 @@ class RequestEvent(_Event, frozen=True, kw_only=True):
     """One finished request of a primary: where its KV came from, what it cost, and why it was not better.
 
     ``operation``: append or generate. ``outcome``: ready, unavailable, cancelled, failed. ``diverged_at``: the first token
-    that differs from what was cached, or None. ``ttft_ms``: from the append's start to the first token, once it is known.
+    that differs from what was cached, or None. ``ttft_ms``, of a generation: the time of the append that it continues, and
+    of the generation up to its first token; what the user did between the two is not counted. A record may be told again, to
+    readers that came late; ``request_id`` (random) tells that it is the same.
     """
 
     request_id: Name
+    append_id: OptionalName = ""
+    """Of a generation: the ``request_id`` of the append it continues, "" when it continues an answer."""
     operation: Name
     outcome: Name
     source: OptionalName = ""
-    """Where most of the prompt came from, a kind of :class:`SourceView`."""
+    """Where most of the prompt came from, a kind of :class:`SourceView`; a generation has its append's."""
     prompt_tokens: Count = 0
     boundary: Count = 0
     """Tokens that did not have to be computed."""
@@ -174,7 +181,7 @@ class RequestEvent(_Event, frozen=True, kw_only=True):
     diverged_at: Count | None = None
     stop_reason: OptionalName = ""
     sources: Annotated[tuple[SourceView, ...], Meta(max_length=SOURCES_MAX)] = ()
-    decisions: Annotated[tuple[DecisionView, ...], Meta(max_length=32)] = ()
+    decisions: Annotated[tuple[DecisionView, ...], Meta(max_length=DECISIONS_MAX)] = ()
     reasons: Annotated[tuple[Text, ...], Meta(max_length=REASONS_MAX)] = ()
 
 
@@ -202,8 +209,26 @@ class EvictionEvent(_Event, frozen=True, kw_only=True):
     max_bytes: Count = 0
 
 
+class SecurityKind(StrEnum):
+    """What a :class:`SecurityEvent` is about."""
+
+    CONNECTION_REFUSED = "connection_refused"
+    """The control server refused a connection or dropped a message."""
+    BUS_REFUSED = "bus_refused"
+    """A reader did not get onto the bus, or asked for what is no topic."""
+    TRANSFER_REFUSED = "transfer_refused"
+    """Somebody without the one-time token knocked at a bulk transfer."""
+    CARD_REFUSED = "card_refused"
+    """A card has a bad signature, or claims a node id of another identity."""
+    NODE_APPEARED = "node_appeared"
+    """A node joined, or came back under a new incarnation."""
+
+
 class SecurityEvent(_Event, frozen=True, kw_only=True):
-    """Something was refused, revoked, registered or changed. ``kind`` is one of the names in docs/telemetry.md."""
+    """Something was refused, revoked, registered or changed, ``count`` times within a second.
+
+    ``kind`` is one of :class:`SecurityKind`, or a newer name.
+    """
 
     kind: Name
     subject: OptionalName = ""

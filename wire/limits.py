@@ -28,10 +28,14 @@ BUS_MESSAGE_BYTES_MAX: Final = 64 * KIB
 CARD_BYTES_MAX: Final = 16 * KIB
 CARDS_PER_EXCHANGE_MAX: Final = 48
 """So that a full exchange of the largest cards (768 KiB) fits in one control message."""
+CARD_DIGEST_BYTES_MAX: Final = 1025 * 24
+"""As many live cards as a node keeps, and its own, in a digest of 24 bytes each."""
 TAILS_PER_PARENT_MAX: Final = 8
 """Tails remembered under one parent block; more would make a lookup reply grow with traffic."""
 SESSIONS_MAX: Final = 1024
 """Control sessions a server keeps; a session is under 1 KiB."""
+REQUEST_RECORDS_MAX: Final = 256
+"""Finished requests a primary remembers; a record takes a few KiB, at most as much as a bus message."""
 REQUESTS_IN_FLIGHT_MAX: Final = 256
 """Open requests of one control session."""
 NAME_CHARACTERS_MAX: Final = 128

@@ -30,6 +30,7 @@ PackedTokens = Annotated[bytes, Meta(max_length=limits.PROMPT_TOKENS_MAX * limit
 """Tokens as packed little-endian int32."""
 PackedHashes = Annotated[bytes, Meta(max_length=limits.BLOCKS_MAX * limits.HASH_BYTES)]
 """Block hashes, 32 bytes each, in prefix order."""
+CardDigest = Annotated[bytes, Meta(max_length=limits.CARD_DIGEST_BYTES_MAX)]
 Bitmap = Annotated[bytes, Meta(max_length=limits.BLOCKS_MAX // 8 + 1)]
 """One bit an item, least significant bit of byte 0 first."""
 ValueBytes = Literal[1, 2, 4]
@@ -69,14 +70,14 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True,
     pass
 
 
-class PartRef(_Message, frozen=True, kw_only=True):
+class PartRef(_Message, frozen=True, kw_only=True, gc=False):
     """Names one part."""
 
     block_hash: Hash
     kind: PartKind
 
 
-class PartMeta(_Message, frozen=True, kw_only=True):
+class PartMeta(_Message, frozen=True, kw_only=True, gc=False):
     """Describes one part without its bytes.
 
     ``start`` and ``token_count`` are absolute token positions and lengths: the part belongs to the tokens
@@ -154,13 +155,15 @@ class Welcome(_Message, frozen=True, kw_only=True):
 
 
 class ExchangeCards(_Message, frozen=True, kw_only=True, tag=1):
-    """Pull-merge of capability cards: the caller's cards go out, the callee's come back. Cards are signed blobs."""
+    """Pull-merge of capability cards: the caller's go out, those that it lacks come back. Cards are signed blobs."""
 
     cards: Annotated[
         tuple[Annotated[bytes, Meta(max_length=limits.CARD_BYTES_MAX)], ...], Meta(max_length=limits.CARDS_PER_EXCHANGE_MAX)
     ]
     ages_ms: Annotated[tuple[Count, ...], Meta(max_length=limits.CARDS_PER_EXCHANGE_MAX)]
     """Age of each card in ms as known to the sender; TTL runs on the receiver's monotonic clock."""
+    known: CardDigest | None = b""
+    """What the caller holds (wire.cards.pack_digest): only newer cards come back; None: no cards are wanted back."""
 
 
 class Lookup(_Message, frozen=True, kw_only=True, tag=2):
@@ -282,6 +285,12 @@ class GetStatus(_Message, frozen=True, kw_only=True, tag=12):
     """What is this node doing? Reply: Status."""
 
 
+class GetRequests(_Message, frozen=True, kw_only=True, tag=13):
+    """Where did the KV of the last ``count`` requests come from, and what did they cost? Reply: Requests."""
+
+    count: Annotated[int, Meta(ge=1, le=limits.REQUEST_RECORDS_MAX)]
+
+
 RequestBody: TypeAlias = (
     ExchangeCards
     | Lookup
@@ -295,6 +304,7 @@ RequestBody: TypeAlias = (
     | CloseSession
     | GetSession
     | GetStatus
+    | GetRequests
 )
 
 
@@ -310,9 +320,13 @@ class CardList(_Message, frozen=True, kw_only=True, tag=101):
         tuple[Annotated[bytes, Meta(max_length=limits.CARD_BYTES_MAX)], ...], Meta(max_length=limits.CARDS_PER_EXCHANGE_MAX)
     ]
     ages_ms: Annotated[tuple[Count, ...], Meta(max_length=limits.CARDS_PER_EXCHANGE_MAX)]
+    wanted: Annotated[bytes, Meta(max_length=limits.CARDS_PER_EXCHANGE_MAX * 8)] = b""
+    """Marks (wire.cards.mark_of) of cards that the caller's digest has and the callee lacks."""
+    more: bool = False
+    """There are more new cards than one message takes: ask again."""
 
 
-class Tail(_Message, frozen=True, kw_only=True):
+class Tail(_Message, frozen=True, kw_only=True, gc=False):
     """A tail stored under a block: its tokens follow that block. The asker checks the hash against its own tokens."""
 
     parent_hash: Hash
@@ -455,6 +469,15 @@ class Status(_Message, frozen=True, kw_only=True, tag=111):
     """The last noteworthy events, oldest first, one line each."""
 
 
+class Requests(_Message, frozen=True, kw_only=True, tag=112):
+    """The last finished requests of a primary, oldest first: each a wire.events.RequestEvent as it travels on the bus."""
+
+    records: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=limits.BUS_MESSAGE_BYTES_MAX)], ...],
+        Meta(max_length=limits.REQUEST_RECORDS_MAX),
+    ]
+
+
 ReplyBody: TypeAlias = (
     Done
     | CardList
@@ -468,6 +491,7 @@ ReplyBody: TypeAlias = (
     | SessionClosed
     | SessionState
     | Status
+    | Requests
 )
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from daemons.bench.harness import Bar, BenchOptions, Direction, Outcome, Program, Series, interleave, ratio
@@ -68,6 +69,8 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
             memory = _memory_bars(ours, running, load)
             found = _measure(ours, references, load, rounds)
             figures[load.name] = {name: series.as_json() for name, series in found.items()}
+            if options.peers:
+                bars += _unmeasured_bars(load, references)
             rows += [_row(load, name, series, found["bare pyzmq"]) for name, series in found.items()]
             bars += [*_bars(load, found), *memory]
     heads = ("bytes", "way", "median ms", "best ms", "spread", "GB/s", "× bare pyzmq")
@@ -147,6 +150,12 @@ def _bars(load: Load, found: dict[str, Series]) -> list[Bar]:
         if name in found
     ]
     return bars
+
+
+def _unmeasured_bars(load: Load, references: Collection[str]) -> list[Bar]:
+    """What was asked for and is not installed counts as missed."""
+    absent = [name for name in ("gRPC", "Redis") if name not in references]
+    return [Bar(f"{load.name} against {name}", math.nan, 1.0, Direction.AT_MOST) for name in absent]
 
 
 def _row(load: Load, name: str, series: Series, bare: Series) -> tuple[str, ...]:

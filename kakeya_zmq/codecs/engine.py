@@ -18,6 +18,7 @@ from kakeya_zmq.engine import (
     AddParts,
     Command,
     Engine,
+    EngineMemory,
     Event,
     ImportPrefix,
     ModelFacts,
@@ -72,6 +73,9 @@ class CodecEngine:
 
     def session_position(self, session_id: str) -> int | None:
         return self._engine.session_position(session_id)
+
+    def memory(self) -> EngineMemory:
+        return self._engine.memory()
 
     def close(self) -> None:
         self._engine.close()

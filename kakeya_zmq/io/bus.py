@@ -19,6 +19,7 @@ from typing import Final
 
 import zmq
 
+from kakeya_zmq.io.connections import CONNECTIONS_MAX, ConnectionGuard
 from kakeya_zmq.io.control_client import dialled
 from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
 from kakeya_zmq.io.reactor import Reactor, receive_frames
@@ -33,6 +34,7 @@ from wire.replay import Order, SequenceTracker
 
 _SUBSCRIBE: Final = 1
 _UNSUBSCRIBE: Final = 0
+CLOSE_LINGER_MS: Final = 200
 _TOPIC_FRAMES: Final = {topic.frame: topic for topic in Topic}
 
 
@@ -49,6 +51,8 @@ class Publisher:
     Args:
         bind: where to listen; port 0 picks one.
         on_subscribed: a subscriber of this topic has just joined: publish its present state again.
+        on_refused: told the reason of each refused connection or subscription.
+        connections_max: most connections at once.
 
     Raises:
         PortInUseError: the address is taken.
@@ -62,6 +66,8 @@ class Publisher:
         local: LocalNode,
         fleet_key: FleetKey,
         on_subscribed: Callable[[Topic], None] | None = None,
+        on_refused: Callable[[str], None] | None = None,
+        connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         reactor.check_thread()
         self.counters: Counter[str] = Counter()
@@ -70,7 +76,10 @@ class Publisher:
         self._local = local
         self._keys = group_keys(fleet_key)
         self._on_subscribed = on_subscribed
+        self._on_refused = on_refused
         self._sequences: Counter[Topic] = Counter()
+        self._subscriptions: Counter[Topic] = Counter()
+        """Granted and not ended with their connection."""
         self._closed = False
         self._domain = f"bus/{secrets.token_hex(8)}"
         self._socket = create_socket(reactor.context, zmq.XPUB, BUS_PUB)
@@ -78,19 +87,30 @@ class Publisher:
         curve = fleet_key.curve_bus()
         reactor.gate.allow_curve(self._domain, {curve.public})
         apply_curve_server(self._socket, curve, self._domain)
-        self._monitor = SocketMonitor(reactor, self._socket, SERVER_EVENTS, self._on_link_event)
+        self._connections = ConnectionGuard(
+            reactor, self._socket, on_refused=self._rejected, connections_max=connections_max
+        )
         try:
             self.address = bind_socket(self._socket, bind)
         except BaseException:
-            self._monitor.close()
+            self._connections.close()
             self._socket.close(linger=0)
             reactor.gate.forget(self._domain)
             raise
+        self._connections.listening(self.address.port)
         reactor.register(self._socket, self._on_readable)
 
     @property
     def port(self) -> int:
         return self.address.port
+
+    def has_subscribers(self, topic: Topic) -> bool:
+        """Whether somebody may be listening to ``topic``: what nobody listens to need not even be encoded.
+
+        A subscription counts until its connection ends. One that is taken back before that goes on counting: libzmq does not
+        say whose it was, and a reader must not be able to silence a topic for the others.
+        """
+        return self._subscriptions[topic] > 0
 
     def publish(self, topic: Topic, payload: bytes) -> bool:
         """Send to whoever subscribes to ``topic`` now; False (and counted) when the payload is too large for the bus."""
@@ -115,27 +135,55 @@ class Publisher:
             return
         self._reactor.check_thread()
         self._closed = True
-        self._monitor.close()
-        self._reactor.close_socket(self._socket)
+        self._connections.close()
+        # What a node tells last, for example that a job has failed because it stops, should still get out.
+        self._reactor.close_socket(self._socket, linger_ms=CLOSE_LINGER_MS)
         self._reactor.gate.forget(self._domain)
 
     def _on_readable(self) -> None:
-        frames = receive_frames(self._socket)
-        topic = _TOPIC_FRAMES.get(frames[0][1:2]) if len(frames) == 1 and len(frames[0]) == 2 else None
-        if topic is None or frames[0][0] not in (_SUBSCRIBE, _UNSUBSCRIBE):
+        frame, more = self._receive_subscription()
+        if _sent_by_peer(frame):
+            self._connections.prove(frame)
+        topic = _TOPIC_FRAMES.get(frame.bytes[1:2]) if len(frame) == 2 and not more else None
+        if topic is None or frame.bytes[0] not in (_SUBSCRIBE, _UNSUBSCRIBE):
             self.counters["subscriptions_refused"] += 1
+            self._tell("a subscription to something else than a topic of the bus")
             return
-        if frames[0][0] == _UNSUBSCRIBE:
+        if frame.bytes[0] == _UNSUBSCRIBE:
             self._socket.setsockopt(zmq.UNSUBSCRIBE, topic.frame)
+            if not _sent_by_peer(frame):
+                self._subscriptions[topic] = max(0, self._subscriptions[topic] - 1)
             return
+        self._subscriptions[topic] += 1
         # In manual mode this grants the subscription to the connection whose request was just received.
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
         if self._on_subscribed is not None:
             self._on_subscribed(topic)
 
-    def _on_link_event(self, event: LinkEvent) -> None:
-        if event is LinkEvent.REJECTED:
-            self.counters["handshakes_rejected"] += 1
+    def _receive_subscription(self) -> tuple[zmq.Frame, bool]:
+        """The first frame of one message, with what libzmq knows of it, and whether there were more."""
+        frame = self._socket.recv(zmq.DONTWAIT, copy=False)
+        more = False
+        while self._socket.getsockopt(zmq.RCVMORE):
+            self._socket.recv(zmq.DONTWAIT)
+            more = True
+        return frame, more
+
+    def _rejected(self, reason: str) -> None:
+        self.counters["handshakes_rejected"] += 1
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        if self._on_refused is not None:
+            self._on_refused(reason)
+
+
+def _sent_by_peer(frame: zmq.Frame) -> bool:
+    """Whether a peer sent this; libzmq itself makes an unsubscription for each subscription of a connection that ends."""
+    try:
+        return bool(frame.get("Peer-Address"))
+    except zmq.ZMQError:
+        return False
 
 
 class Subscriber:

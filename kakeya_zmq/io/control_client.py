@@ -42,6 +42,7 @@ CONNECTION_LOST: Final = "the connection broke"
 REJECTIONS_OF_A_KNOWN_PEER: Final = 3
 """Handshakes in a row that a peer which had accepted our PSK must refuse before we believe that it has another one."""
 NOT_A_NODE: Final = "what answers at this address is not a node of this fleet"
+PAUSED: Final = "it takes the connection but does not answer: paused or overloaded"
 NOBODY_THERE: Final = "nothing answers at this address"
 
 _log = logging.getLogger(__name__)
@@ -91,6 +92,7 @@ class OutgoingRequest:
             self._client._requests.pop(self.request_id, None)
             self._client.counters["cancels"] += 1
             self._client._feed(machine.StartCancel(self.request_id))
+            self._client._check_idle()
 
 
 class ControlClient:
@@ -100,6 +102,7 @@ class ControlClient:
         address: where the server listens.
         expected_node_id: refuse any other node there.
         on_up: called with the peer each time a session is established.
+        on_round_trip: called with each measured round trip, in ms.
         on_down: called with one line each time a session ends, and when a first or repeated attempt fails for a new reason.
     """
 
@@ -113,6 +116,7 @@ class ControlClient:
         expected_node_id: str | None = None,
         on_up: Callable[[PeerInfo], None] | None = None,
         on_down: Callable[[str], None] | None = None,
+        on_round_trip: Callable[[float], None] | None = None,
     ) -> None:
         reactor.check_thread()
         self.reactor = reactor
@@ -128,6 +132,8 @@ class ControlClient:
         self._fleet_key = fleet_key
         self._on_up = on_up
         self._on_down = on_down
+        self._on_round_trip = on_round_trip
+        self._when_idle: Callable[[], None] | None = None
         self._session = ClientSession(
             local=local, fleet_key=fleet_key, random_bytes=secrets.token_bytes, expected_node_id=expected_node_id
         )
@@ -197,6 +203,41 @@ class ControlClient:
                 self._starting = None
         return request
 
+    @property
+    def open_requests(self) -> int:
+        return len(self._requests)
+
+    def retire(self, limit_s: float, on_closed: Callable[[], None]) -> None:
+        """Close once nothing is open any more, or after ``limit_s``; until then it tells nobody of ups and downs."""
+        self.reactor.check_thread()
+        self._on_up = self._on_down = self._on_round_trip = None
+
+        def end() -> None:
+            if not self._closed:
+                self.close("another connection is used")
+                on_closed()
+
+        if not self._requests:
+            self.reactor.post(end)
+            return
+        self._when_idle = lambda: self.reactor.post(end)
+        self.reactor.call_later(limit_s, end)
+
+    def start_over(self, reason: str) -> None:
+        """Give up the session, if there is one, and open another: requests under way fail as UNAVAILABLE, at once.
+
+        For a host that knows better than the silence of the line: the node behind it was restarted.
+        """
+        self.reactor.check_thread()
+        if self._closed or self.peer is None:
+            return
+        if self._effects.draining:
+            self.reactor.post(lambda: self.start_over(reason))
+            return
+        self._session.replaced_because = reason
+        self._close_socket()
+        self._open_socket(reason)
+
     def close(self, reason: str = "closed") -> None:
         """Say Goodbye and close; open requests fail with CANCELLED. Idempotent.
 
@@ -209,7 +250,7 @@ class ControlClient:
         if self._effects.draining:
             self.reactor.post(lambda: self.close(reason))
             return
-        self._on_up = self._on_down = None
+        self._on_up = self._on_down = self._on_round_trip = None
         self._feed(machine.Leave(reason[: limits.TEXT_CHARACTERS_MAX]))
         self._closed = True
         self.peer = None
@@ -251,6 +292,9 @@ class ControlClient:
             case machine.Measured():
                 sample_ms, mean_ms = effect.round_trip_ms, self.round_trip_ms
                 self.round_trip_ms = sample_ms if mean_ms is None else mean_ms + ROUND_TRIP_WEIGHT * (sample_ms - mean_ms)
+                if self._on_round_trip is not None:
+                    on_round_trip = self._on_round_trip
+                    self._guarded(lambda: on_round_trip(sample_ms))
             case _:
                 assert_never(effect)
 
@@ -276,6 +320,12 @@ class ControlClient:
         request.finished = True
         self._requests.pop(request.request_id, None)
         self._guarded(tell)
+        self._check_idle()
+
+    def _check_idle(self) -> None:
+        if self._when_idle is not None and not self._requests:
+            when_idle, self._when_idle = self._when_idle, None
+            when_idle()
 
     def _fail_later(self, request: OutgoingRequest, code: FailureCode, message: str) -> None:
         self.reactor.post(lambda: self._finish(request, lambda: request._on_failure(code, message)))
@@ -381,7 +431,9 @@ class ControlClient:
 
     def _silence(self) -> str:
         """What a connection that never became secure means."""
-        return NOT_A_NODE if self._connected else NOBODY_THERE
+        if not self._connected:
+            return NOBODY_THERE
+        return PAUSED if self.counters["sessions"] else NOT_A_NODE
 
     def _link_failed(self, line: str) -> None:
         self._link_error = line
@@ -397,6 +449,7 @@ class ControlClient:
         except zmq.Again:
             self._secured = False
             if self.peer is not None:
+                self._session.replaced_because = CONNECTION_LOST
                 self._close_socket()
                 self._open_socket(CONNECTION_LOST)
 

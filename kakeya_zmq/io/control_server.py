@@ -2,7 +2,7 @@
 
 Admission is threefold: the CURVE handshake needs the fleet PSK (nothing of a stranger is ever buffered), the sealed HELLO
 needs it again and names the node, and the host may refuse a request. A wrong PSK is therefore seen as a failed handshake on
-the socket's monitor; it is counted in ``refusals`` and told to ``on_refused``.
+the socket's monitor (:mod:`kakeya_zmq.io.connections`); it is counted in ``refusals`` and told to ``on_refused``.
 
 Sending never blocks. The ROUTER is mandatory and every send is DONTWAIT: a route that is gone (EHOSTUNREACH) is counted and
 left to the machine's liveness rules; a route whose queue is full (EAGAIN) gets a bounded backlog that a timer flushes, since
@@ -19,11 +19,13 @@ from typing import Final, TypeVarTuple, assert_never
 
 import zmq
 
-from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
-from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_exception, receive_frames
+from kakeya_zmq.io.connections import CONNECTIONS_MAX, ConnectionGuard
+from kakeya_zmq.io.reactor import FRAMES_MAX, EffectQueue, Reactor, TimerHandle, describe_exception
 from kakeya_zmq.io.sockets import CONTROL_SERVER, Address, apply_curve_server, bind, create_socket
 from kakeya_zmq.protocol import session as machine
 from kakeya_zmq.protocol.effects import Tick
+from kakeya_zmq.protocol.identities import IdentityBook
+from kakeya_zmq.protocol.limits import RequestLimiter
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo, ServerSessions
 from wire import limits
 from wire.errors import FailureCode, KakeyaError, LocalProtocolError
@@ -37,7 +39,6 @@ BACKLOG_BYTES_MAX: Final = 64 * limits.MIB
 FLUSH_SECONDS: Final = 0.005
 GOODBYE_LINGER_MS: Final = 300
 """How long a closing socket may take to get its Goodbyes out."""
-REFUSED_WRONG_PSK: Final = "a connection was refused: its PSK is not this fleet's, or it broke off in the handshake"
 
 _Arguments = TypeVarTuple("_Arguments")
 _log = logging.getLogger(__name__)
@@ -132,6 +133,9 @@ class ControlServer:
             anything else INTERNAL with nothing leaked).
         on_refused: told one line for each refused connection or handshake.
         bus_port: port of this node's bus, told to clients; 0 for none.
+        identities: which key belongs to which node id; a book of its own when None.
+        limiter: how much one peer may ask; no bounds but those of a session when None.
+        connections_max: most connections at once.
 
     Raises:
         PortInUseError: the address is taken.
@@ -149,6 +153,9 @@ class ControlServer:
         on_peer_up: Callable[[PeerInfo], None] | None = None,
         on_peer_down: Callable[[PeerInfo, str], None] | None = None,
         bus_port: int = 0,
+        identities: IdentityBook | None = None,
+        limiter: RequestLimiter | None = None,
+        connections_max: int = CONNECTIONS_MAX,
     ) -> None:
         reactor.check_thread()
         self.reactor = reactor
@@ -161,7 +168,12 @@ class ControlServer:
         self._on_peer_up = on_peer_up
         self._on_peer_down = on_peer_down
         self._sessions = ServerSessions(
-            local=local, fleet_key=fleet_key, random_bytes=secrets.token_bytes, bus_port=lambda: bus_port
+            local=local,
+            fleet_key=fleet_key,
+            random_bytes=secrets.token_bytes,
+            bus_port=lambda: bus_port,
+            identities=identities,
+            limiter=limiter,
         )
         self._effects = EffectQueue(self._apply)
         self._peers: dict[bytes, PeerInfo] = {}
@@ -171,7 +183,9 @@ class ControlServer:
         self._flush_timer: TimerHandle | None = None
         self._closed = False
         self._socket = create_socket(reactor.context, zmq.ROUTER, CONTROL_SERVER)
-        self._monitor = SocketMonitor(reactor, self._socket, SERVER_EVENTS, self._on_link_event)
+        self._connections = ConnectionGuard(
+            reactor, self._socket, on_refused=self._count_refusal, connections_max=connections_max
+        )
         self._listen(bind, fleet_key)
         reactor.register(self._socket, self._on_readable)
         self._deadline = reactor.add_deadline_source(self._sessions.deadline, lambda now: self._feed(Tick()))
@@ -184,10 +198,16 @@ class ControlServer:
         try:
             self.address = bind(self._socket, address)
         except BaseException:
-            self._monitor.close()
+            self._connections.close()
             self._socket.close(linger=0)
             self.reactor.gate.forget(domain)
             raise
+        self._connections.listening(self.address.port)
+
+    @property
+    def connections(self) -> int:
+        """Connections now, in the handshake or through."""
+        return self._connections.connections
 
     def peers(self) -> list[PeerInfo]:
         """The peers with a live session."""
@@ -214,15 +234,21 @@ class ControlServer:
         self._backlog.clear()
         self._peers.clear()
         self._deadline.remove()
-        self._monitor.close()
+        self._connections.close()
         self.reactor.close_socket(self._socket, linger_ms=GOODBYE_LINGER_MS)
         self.reactor.gate.forget(self._domain)
 
     # --- the machine ------------------------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
-        frames = receive_frames(self._socket)
-        self._feed(machine.RouterFrames(frames[0], tuple(frames[1:])))
+        first = self._socket.recv(zmq.DONTWAIT, copy=False)
+        self._connections.prove(first)
+        frames: list[bytes] = []
+        while self._socket.getsockopt(zmq.RCVMORE):
+            frame = self._socket.recv(zmq.DONTWAIT)
+            if len(frames) < FRAMES_MAX:  # more is malformed, and need not be kept to see that
+                frames.append(frame)
+        self._feed(machine.RouterFrames(first.bytes, tuple(frames)))
 
     def _feed(self, event: machine.ServerEvent) -> None:
         if self._closed:
@@ -301,10 +327,6 @@ class ControlServer:
         self._tell(self._on_peer_down, peer, reason)
 
     # --- refusals ---------------------------------------------------------------------------------------------------
-
-    def _on_link_event(self, event: LinkEvent) -> None:
-        if event is LinkEvent.REJECTED:
-            self._count_refusal(REFUSED_WRONG_PSK)
 
     def _count_refusal(self, reason: str) -> None:
         self.refusals[reason] += 1

@@ -79,6 +79,10 @@ class Gate:
             self.close()
             raise LocalProtocolError("this context already has a gate") from self._start_error
 
+    def watch(self, on_refused: Callable[[str], None]) -> None:
+        """Tell ``on_refused`` from now on, in place of whoever was told before; see the class."""
+        self._on_refused = on_refused
+
     @property
     def refused(self) -> dict[tuple[str, str], int]:
         """How many handshakes were refused, by (domain kind, reason). The kind is the domain up to its first ``/``."""

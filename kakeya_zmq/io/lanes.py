@@ -6,7 +6,8 @@ quick, thread-safe and must not raise. The last event is always exactly one Lane
 
 One socket serves one transfer, over one connection, and is never bound or connected a second time: a PUSH with two PULLs
 would deal the chunks out between them. A bound lane admits the bearer of a one-time token and nobody after that. A broken
-transfer is not repaired; what it delivered is kept, and the rest is asked for in a new one.
+transfer is not repaired: the lane ends as soon as its connection does, what it delivered is kept, and the rest is asked for
+in a new one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import zmq
 
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
+from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import Address, PortRange, WakeUp
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
 from wire import limits
@@ -34,6 +36,7 @@ Post: TypeAlias = Callable[[LaneEvent], None]
 ZmqContext: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 LANE_DOMAIN_KIND: Final = "lane"
+CONNECTION_LOST: Final = "the connection broke"
 _TOKEN_BYTES: Final = 32
 
 
@@ -52,6 +55,7 @@ class Lane(ABC):
         self._close_request: tuple[bool, str] | None = None
         # Below: the lane's thread only.
         self._socket: zmq.Socket[bytes]
+        self._watch: ConnectionWatch
         self._poller = zmq.Poller()
         self._transferred_bytes = 0
         self._progress_at = time.monotonic()
@@ -98,8 +102,10 @@ class Lane(ABC):
             self._open()
             try:
                 self._poller.register(self._wake_up.fileno(), zmq.POLLIN)
+                self._poller.register(self._watch.pair, zmq.POLLIN)
                 ok, reason = self._transfer()
             finally:
+                self._watch.close()
                 # The other side either has everything or won't get the rest from here: nothing to linger for.
                 self._socket.close(linger=0)
         except zmq.ContextTerminated:
@@ -142,6 +148,8 @@ class Lane(ABC):
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_up.fileno() in ready:
             self._wake_up.drain()
+        if self._watch.pair in ready:
+            self._watch.read()
         return True
 
 

@@ -38,8 +38,11 @@ _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _HEAP_KEPT_BYTES: Final = 64 * limits.MIB
 """Four times the credit of a transfer: what libzmq may have allocated for frames at once."""
-_POOL_UNIT_BYTES: Final = 64 * limits.KIB
-"""Pooled buffers have whole units, so that parts of nearly the same size share them; smaller parts come from the heap."""
+_POOL_BYTES_MIN: Final = 64 * limits.KIB
+"""Smaller parts come from the heap."""
+_POOL_CLASSES: Final = 16
+"""Sizes of pooled buffers between a power of two and the next, so that parts of nearly the same size share them. A store
+counts its parts, not its buffers: at most 1/16 of its memory is uncounted."""
 _HEAP_BLOCK_BYTES_MAX: Final = 32 * limits.MIB
 """The most that glibc takes as M_MMAP_THRESHOLD."""
 
@@ -87,9 +90,10 @@ class BufferPool:
 
     def allocate(self, length_bytes: int) -> memoryview:
         """As :func:`allocate`; the memory returns to the pool when the last view of it is gone."""
-        size = -(-length_bytes // _POOL_UNIT_BYTES) * _POOL_UNIT_BYTES
-        if length_bytes < _POOL_UNIT_BYTES:
+        if length_bytes < _POOL_BYTES_MIN:
             return allocate(length_bytes)
+        step = (1 << (length_bytes.bit_length() - 1)) // _POOL_CLASSES
+        size = -(-length_bytes // step) * step
         with self._lock:
             kept = self._idle.get(size)
             memory = kept.pop() if kept else None

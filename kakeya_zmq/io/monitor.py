@@ -8,6 +8,7 @@ kinds below are subscribed).
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable
 from enum import Enum
@@ -45,6 +46,53 @@ _EVENTS: Final[dict[int, LinkEvent]] = {
 }
 SERVER_EVENTS: Final = frozenset({LinkEvent.REJECTED})
 CLIENT_EVENTS: Final = frozenset(LinkEvent)
+
+
+class ConnectionWatch:
+    """Tells whether the one connection of a lane's socket has ended; used on the lane's thread only.
+
+    A handshake's success does not name its connection, and strangers knock at bound sockets, too. So ours is one of those
+    that were open at that moment, and it has certainly ended when all of them have.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+        address = f"inproc://kakeya-lane-{secrets.token_hex(8)}"
+        self._watched = socket
+        self._open: set[int] = set()
+        """File descriptors of connections that exist."""
+        self._candidates: set[int] | None = None
+        """Those that may be ours; None before the handshake."""
+        begins = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
+        socket.monitor(address, begins | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        self.pair = context.socket(zmq.PAIR)
+        self.pair.linger = 0
+        self.pair.rcvhwm = 0
+        self.pair.connect(address)
+
+    @property
+    def lost(self) -> bool:
+        return self._candidates is not None and not self._candidates
+
+    def read(self) -> None:
+        """Take note of what has happened; call it when ``pair`` is readable."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                message = parse_monitor_message(receive_frames(self.pair))
+                connection = message["value"]
+                match message["event"]:
+                    case zmq.Event.ACCEPTED | zmq.Event.CONNECTED:
+                        self._open.add(connection)
+                    case zmq.Event.HANDSHAKE_SUCCEEDED if self._candidates is None:
+                        self._candidates = set(self._open)
+                    case zmq.Event.DISCONNECTED:
+                        self._open.discard(connection)
+                        if self._candidates is not None:
+                            self._candidates.discard(connection)
+
+    def close(self) -> None:
+        """Call it before the watched socket is closed."""
+        self._watched.disable_monitor()
+        self.pair.close(linger=0)
 
 
 class SocketMonitor:

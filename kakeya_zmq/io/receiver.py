@@ -22,8 +22,9 @@ from kakeya_zmq.blocks import Part, is_intact
 from kakeya_zmq.codecs.link import FrameDecoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
-from kakeya_zmq.io.lanes import BoundSide, ConnectingSide, Lane, Post, ZmqContext
+from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import Allocate, allocate
+from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import CreditEarned, LaneId, LaneOpened, PartsReceived
 from wire import limits
@@ -129,9 +130,11 @@ class ReceiverLane(Lane):
 
     def _open(self) -> None:
         self._socket = sockets.create_socket(self._context, zmq.PULL, sockets.LANE_PULL)
+        self._watch = ConnectionWatch(self._context, self._socket)
         try:
             grant = self._side.open(self._socket)
         except BaseException:
+            self._watch.close()
             self._socket.close(linger=0)
             raise
         self._assembler = Assembler(
@@ -156,6 +159,9 @@ class ReceiverLane(Lane):
             try:
                 packed = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
+                # What had arrived before the connection ended has been read by now.
+                if self._watch.lost:
+                    return False, CONNECTION_LOST
                 if not self._wait(zmq.POLLIN, timed=True):
                     return False, "no data came in time"
                 continue

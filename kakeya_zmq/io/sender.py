@@ -24,8 +24,9 @@ from kakeya_zmq.blocks import Part
 from kakeya_zmq.codecs.link import NAMES, FrameEncoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
-from kakeya_zmq.io.lanes import BoundSide, ConnectingSide, Lane, Post, ZmqContext
+from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import allocate
+from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import LaneId, LaneOpened
 from wire import limits
@@ -188,9 +189,11 @@ class SenderLane(Lane):
 
     def _open(self) -> None:
         self._socket = sockets.create_socket(self._context, zmq.PUSH, sockets.LANE_PUSH)
+        self._watch = ConnectionWatch(self._context, self._socket)
         try:
             self._grant = self._side.open(self._socket)
         except BaseException:
+            self._watch.close()
             self._socket.close(linger=0)
             raise
         self._sealer = ChunkSealer(self._grant.suite, self._grant.key)
@@ -214,6 +217,8 @@ class SenderLane(Lane):
             if self._next is not None and self._advance(self._next):
                 self._made_progress()
                 continue
+            if self._watch.lost and not self._final_sent:
+                return False, CONNECTION_LOST
             busy = self._next is not None or self._final_sent
             if not self._wait(zmq.POLLOUT if self._sealed is not None else 0, timed=busy):
                 return False, "the receiver did not take any more data in time"

@@ -40,6 +40,7 @@ from kakeya_zmq.engine import (
     CommandFailed,
     Decode,
     DecodeFinished,
+    EngineMemory,
     Event,
     FinishImport,
     ImportAdvanced,
@@ -159,6 +160,10 @@ class MlxEngine:
         """Tokens whose KV the session holds, None for an unknown session. Exact only while none of its commands runs."""
         session = self._sessions.get(session_id)
         return session.position if session else None
+
+    def memory(self) -> EngineMemory:
+        """MLX's own figures, of the whole process."""
+        return EngineMemory(active_bytes=mx.get_active_memory(), cached_bytes=mx.get_cache_memory())
 
     def close(self) -> None:
         """Drop every session and the model, and give the memory back."""

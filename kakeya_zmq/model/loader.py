@@ -34,6 +34,7 @@ def load_engine(
     folder: Path,
     *,
     model_id: str | None = None,
+    revision_label: str = "",
     block_tokens: int = BLOCK_TOKENS_DEFAULT,
     segment_tokens: int = SEGMENT_TOKENS_DEFAULT,
     policy: CachePolicy | None = None,
@@ -50,6 +51,7 @@ def load_engine(
     Args:
         folder: holds config.json and model*.safetensors.
         model_id: name in the compatibility tuple; the folder's name if None.
+        revision_label: the operator's own name of the revision; set beside the weights' digest, never in its place.
         block_tokens: tokens of a KV block.
         segment_tokens: grid of prefill, a multiple of ``block_tokens``.
         policy: None for the model's own caches.
@@ -88,7 +90,7 @@ def load_engine(
         model,
         config,
         name=name,
-        model_revision=weights,
+        model_revision=f"{weights} {revision_label}" if revision_label else weights,
         tokenizer_revision=tokenizer,
         eos_token_ids=eos_token_ids(folder, config),
         block_tokens=block_tokens,

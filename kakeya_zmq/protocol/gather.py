@@ -1,12 +1,15 @@
 """Gathering: ask cache holders what they hold of a prefix, and fetch the parts that are missing.
 
 Rules
- 1. All peers are asked at once. Nobody waits for a slow one: as soon as what is known covers the whole prompt, or when the
-    lookup timeout has passed, the open lookups are cancelled.
+ 1. All peers are asked at once. Nobody waits for a slow one: the open lookups are cancelled as soon as what is known covers
+    the whole prompt, or they have been awaited for as long as the best answer they could give would save, and at the lookup
+    timeout at the latest.
  2. Only missing parts are fetched, from the peer with the best link that holds them, side by side when they lie apart.
  3. A fetch that fails costs its peer the trust of this prompt; what arrived is kept, and the rest is planned anew over those
     that are left: another peer, or else a shorter prefix.
- 4. Whatever happens, the stage ends by ``lookup_timeout_s + fetch_timeout_s``.
+ 4. Whatever happens, the stage ends by ``lookup_timeout_s + fetch_timeout_s``. Before that a peer is left when the next best
+    way (another peer, a worker, computing here) would have won by now; what it has sent is kept (see .hedge).
+ 5. Nothing is fetched that a worker or this machine would bring sooner (see .routes).
 
 Theory of operation: ``LOOKING → FETCHING → FINISHED``. Each time something changes, ``_plan`` looks for the deepest position
 that parts at hand and parts of trusted peers can build; if parts of it are neither at hand nor on their way, it asks for
@@ -18,12 +21,13 @@ the only ones that may outlive the machine.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from kakeya_zmq.blocks import ROOT_HASH, Block
+from kakeya_zmq.blocks import ROOT_HASH
 from kakeya_zmq.coverage import describe_gap
-from kakeya_zmq.planner import LinkShare, MeasuredRates, decide_import, decide_link_codec
+from kakeya_zmq.planner import MeasuredRates, decide_link_codec
 from kakeya_zmq.protocol.effects import (
     Ask,
     AskFailed,
@@ -38,14 +42,17 @@ from kakeya_zmq.protocol.effects import (
     Effect,
     HostEvent,
     LaneFinished,
-    LaneId,
     PartsReceived,
     SendUpdate,
 )
+from kakeya_zmq.protocol.estimates import LinkShare
+from kakeya_zmq.protocol.gather_choice import GatherChoice
+from kakeya_zmq.protocol.gather_peer import NO_LEASE, Peer, PeerFetch, link_order
+from kakeya_zmq.protocol.hedge import OBSERVE_MIN_S, Watch
 from kakeya_zmq.protocol.holdings import Holdings, Reach
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PeerView, PreparationTask, TailHash
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, TailHash
 from wire import limits
-from wire.codec import pack_hashes, unpack_bitmap
+from wire.codec import pack_hashes
 from wire.errors import RemoteProtocolError
 from wire.messages import (
     Credit,
@@ -53,7 +60,6 @@ from wire.messages import (
     LinkCodec,
     Lookup,
     LookupReply,
-    PartKind,
     PartRef,
     ReleaseLease,
     SourceKind,
@@ -62,9 +68,12 @@ from wire.messages import (
     TransferGrant,
 )
 
-NO_LEASE = bytes(16)
 LINK_SAMPLE_BYTES_MIN = 256 * limits.KIB
 """A smaller transfer measures the handshake, not the link."""
+
+
+Shares: TypeAlias = list[tuple[Peer, tuple[PartRef, ...]]]
+"""Which peer is to deliver what."""
 
 
 class GatherPhase(enum.Enum):
@@ -72,40 +81,6 @@ class GatherPhase(enum.Enum):
     LOOKING = enum.auto()
     FETCHING = enum.auto()
     FINISHED = enum.auto()
-
-
-@dataclass(slots=True)
-class _Fetch:
-    ask: AskId
-    refs: tuple[PartRef, ...]
-    started: float
-    grant_deadline: float
-    lane: LaneId | None = None
-    codec: LinkCodec = LinkCodec.NONE
-    ask_open: bool = True
-
-
-@dataclass(slots=True)
-class _Peer:
-    view: PeerView
-    trusted: bool = True
-    lookup: AskId | None = None
-    presence: set[PartRef] = field(default_factory=set)
-    part_bytes: tuple[int, int, int] = (0, 0, 0)
-    lease_id: bytes = NO_LEASE
-    fetch: _Fetch | None = None
-
-    @property
-    def name(self) -> str:
-        return f"cache {self.view.node_id}"
-
-    def has(self, ref: PartRef) -> bool:
-        return self.trusted and ref in self.presence
-
-
-def link_order(view: PeerView) -> tuple[float, float, str]:
-    """Sort key: the fastest measured link first, unmeasured ones last, then the shorter round trip."""
-    return (-(view.megabytes_per_second or 0.0), view.round_trip_ms, view.node_id)
 
 
 class Gathering:
@@ -137,7 +112,10 @@ class Gathering:
         self._hash_tail = hash_tail
         self._floor = floor
         views = sorted(task.caches, key=link_order)[: self._settings.peers_max]
-        self._peers = [_Peer(view) for view in views]
+        self._peers = [Peer(view) for view in views]
+        self._choice = GatherChoice(task, holdings, rates, floor)
+        self._lookup_began = 0.0
+        self._patience_deadline = math.inf
         block_tokens = task.facts.requirement.block_tokens
         self._asked = tuple(block for block in task.chain.blocks if block.token_count == block_tokens)
         self._ends = {ROOT_HASH: 0} | {block.block_hash: block.end for block in self._asked}
@@ -154,14 +132,21 @@ class Gathering:
     def deadline(self) -> float | None:
         if self.phase not in (GatherPhase.LOOKING, GatherPhase.FETCHING):
             return None
-        waiting = (peer.fetch.grant_deadline for peer in self._peers if peer.fetch and peer.fetch.lane is None)
-        return min((self._stage_deadline, *waiting))
+        if self.phase is GatherPhase.LOOKING:
+            return min(self._stage_deadline, self._patience_deadline)
+        fetches = [peer.fetch for peer in self._peers if peer.fetch is not None]
+        waiting = (fetch.grant_deadline for fetch in fetches if fetch.lane is None)
+        return min((self._stage_deadline, *waiting, *(fetch.check_at for fetch in fetches)))
+
+    def remaining_s(self, now: float) -> float:
+        """Projected time until what is being fetched has come; 0 when nothing is."""
+        return max((peer.fetch.watch.remaining_s(now) for peer in self._peers if peer.fetch is not None), default=0.0)
 
     def owns(self, event: HostEvent) -> bool:
         """Whether the event belongs to a lookup or fetch that is still open here."""
         match event:
             case AskReplied(ask=ask) | AskProgressed(ask=ask) | AskFailed(ask=ask):
-                return ask in self._closing or any(self._is_ask_of(peer, ask) for peer in self._peers)
+                return ask in self._closing or any(peer.owns(ask) for peer in self._peers)
             case PartsReceived(lane=lane) | CreditEarned(lane=lane) | LaneFinished(lane=lane):
                 return any(peer.fetch is not None and peer.fetch.lane == lane for peer in self._peers)
             case _:
@@ -169,6 +154,7 @@ class Gathering:
 
     def start(self, now: float) -> list[Effect]:
         self.phase = GatherPhase.LOOKING
+        self._lookup_began = now
         self._stage_deadline = now + self._settings.lookup_timeout_s
         body = Lookup(
             fingerprint=self._task.fingerprint,
@@ -219,7 +205,7 @@ class Gathering:
                 return self._fetch_event(peer, peer.fetch, event, now)
         return []
 
-    def _lookup_event(self, peer: _Peer, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
+    def _lookup_event(self, peer: Peer, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
         effects: list[Effect] = []
         match event:
             case AskReplied(body=LookupReply() as reply):
@@ -238,26 +224,10 @@ class Gathering:
                 return []
         return [*effects, *self._after_lookup(now)]
 
-    def _note_presence(self, peer: _Peer, reply: LookupReply) -> None:
-        peer.lease_id = reply.lease_id
-        presence: set[PartRef] = set()
-        for kind in PartKind:
-            held = unpack_bitmap(reply.present[kind], len(self._asked))
-            presence.update(
-                PartRef(block_hash=block.block_hash, kind=kind)
-                for block, is_held in zip(self._asked, held, strict=True)
-                if is_held
-            )
-        peer.part_bytes = reply.part_bytes
-        for tail in reply.tails:
-            if self._is_own_tokens(tail):
-                self._holdings.add_tail(
-                    Block(tail.block_hash, tail.parent_hash, self._ends[tail.parent_hash], tail.token_count)
-                )
-                presence.update(
-                    PartRef(block_hash=tail.block_hash, kind=kind) for kind in PartKind if tail.kinds >> kind & 1
-                )
-        peer.presence = presence
+    def _note_presence(self, peer: Peer, reply: LookupReply) -> None:
+        for tail in peer.take_reply(reply, self._asked, self._ends, self._is_own_tokens):
+            self._holdings.add_tail(tail)
+        self._holdings.note_known(peer.has)
 
     def _is_own_tokens(self, tail: Tail) -> bool:
         """Whether the tail's tokens are the prompt's own: only the hash of our own tokens can tell."""
@@ -269,10 +239,23 @@ class Gathering:
     def _after_lookup(self, now: float) -> list[Effect]:
         if self.phase is not GatherPhase.LOOKING:
             return []
-        waiting = any(peer.lookup is not None for peer in self._peers)
-        if waiting and self._reach().position < self._holdings.importable.tokens:
-            return []
+        waiting = [peer for peer in self._peers if peer.lookup is not None]
+        if waiting:
+            self._patience_deadline = self._lookup_began + self._patience_s(waiting)
+            if self._patience_deadline > now:
+                return []
+            self._note_left(waiting)
         return self._begin_fetching(now)
+
+    def _patience_s(self, waiting: list[Peer]) -> float:
+        reach = self._reach()
+        known = _links(self._shares(reach))
+        return self._choice.patience_s(known, reach.position, [peer.view for peer in waiting])
+
+    def _note_left(self, waiting: list[Peer]) -> None:
+        if self._reach().position < self._holdings.importable.tokens:
+            names = ", ".join(peer.name for peer in waiting)
+            self._holdings.reason(f"{names} had not answered when waiting could save nothing any more")
 
     def _begin_fetching(self, now: float) -> list[Effect]:
         effects = self._drop_lookups()
@@ -302,12 +285,10 @@ class Gathering:
         if reach.position < self._task.target:
             gap = describe_gap(self._holdings.importable, self._task.facts.requirement, self._available, reach.position)
             self._holdings.reason(f"known cache contents end at token {reach.position}: {gap}" if gap else "")
-        missing = self._holdings.missing(reach)
-        if reach.position <= self._floor or not missing:
+        if reach.position <= self._floor or not self._holdings.missing(reach):
             return self._finish()
-        on_the_way = {ref for peer in self._peers if peer.fetch is not None for ref in peer.fetch.refs}
-        shares = self._assign(ref for ref in missing if ref not in on_the_way)
-        if shares and not self._pays(shares, reach):
+        shares = self._shares(reach)
+        if shares and not self._choice.fetch_pays(_links(shares), reach.position):
             return self._finish()
         self.aim = reach
         effects: list[Effect] = []
@@ -316,7 +297,12 @@ class Gathering:
                 effects += self._begin_fetch(peer, refs, now)
         return effects
 
-    def _assign(self, refs: Iterable[PartRef]) -> list[tuple[_Peer, tuple[PartRef, ...]]]:
+    def _shares(self, reach: Reach) -> Shares:
+        """Who is to deliver what of ``reach`` is neither at hand nor on its way."""
+        on_the_way = {ref for peer in self._peers if peer.fetch is not None for ref in peer.fetch.refs}
+        return self._assign(ref for ref in self._holdings.missing(reach) if ref not in on_the_way)
+
+    def _assign(self, refs: Iterable[PartRef]) -> Shares:
         shares: dict[int, list[PartRef]] = {}
         for ref in refs:
             holders = [index for index, peer in enumerate(self._peers) if peer.has(ref)]
@@ -325,37 +311,29 @@ class Gathering:
             shares.setdefault(index, []).append(ref)
         return [(self._peers[index], tuple(found[: limits.PARTS_PER_REQUEST_MAX])) for index, found in shares.items()]
 
-    def _pays(self, shares: list[tuple[_Peer, tuple[PartRef, ...]]], reach: Reach) -> bool:
-        links = [
-            LinkShare(
-                size_bytes=sum(peer.part_bytes[ref.kind] for ref in refs),
-                round_trip_ms=peer.view.round_trip_ms,
-                megabytes_per_second=peer.view.megabytes_per_second,
-            )
-            for peer, refs in shares
-        ]
-        total = self._holdings.received_bytes + sum(link.size_bytes for link in links)
-        if total > self._settings.max_import_bytes:
-            self._holdings.reason(f"{total / 1e6:.0f} MB from caches are more than the import limit")
-            return False
-        decision = decide_import(
-            links,
-            reach.position - self._floor,
-            self._rates,
-            minimum_savings_ratio=self._settings.minimum_savings_ratio,
-            penalty_ms=self._settings.compute_penalty_ms,
-            forced=self._task.remote_required,
-        )
-        if not decision.accepted:
-            self._holdings.reason(decision.describe())
-        return decision.accepted
+    def _check(self, peer: Peer, fetch: PeerFetch, now: float) -> list[Effect]:
+        """Leave a peer when the best way without it would have won."""
+        peer.trusted = False
+        reach = self._reach()
+        others = _links(self._assign(self._holdings.missing(reach)))
+        peer.trusted = True
+        aim = self.aim.position if self.aim is not None else self._floor
+        why = self._choice.left_because(peer.name, fetch, aim, others, reach.position, now)
+        if not why:
+            return []
+        projected_ms = (now - fetch.started + fetch.watch.remaining_s(now)) * 1000.0
+        self._rates.link_was_left(peer.view.node_id, int(fetch.watch.total), projected_ms, fetch.codec)
+        return self._fail(peer, why, now, slow=True)
 
-    def _begin_fetch(self, peer: _Peer, refs: tuple[PartRef, ...], now: float) -> list[Effect]:
+    def _begin_fetch(self, peer: Peer, refs: tuple[PartRef, ...], now: float) -> list[Effect]:
         ask = self._ids.ask()
         remaining_s = max(0.001, self._stage_deadline - now)
-        peer.fetch = _Fetch(ask, refs, started=now, grant_deadline=now + self._settings.fetch_idle_timeout_s)
         settings = self._settings
-        size_bytes = sum(peer.part_bytes[ref.kind] for ref in refs)
+        share = peer.share(refs)
+        size_bytes = share.size_bytes
+        expected_s = self._choice.estimates.transfer_ms([share]) / 1000.0
+        watch = Watch(now, expected_s, max(1, size_bytes))
+        peer.fetch = PeerFetch(ask, refs, now, now + settings.fetch_idle_timeout_s, watch, now + OBSERVE_MIN_S)
         link = decide_link_codec(
             settings.link_compression, peer.view.node_id, size_bytes, self._rates, frame_bytes=settings.chunk_bytes
         )
@@ -373,7 +351,7 @@ class Gathering:
         return [Count("fetches"), Ask(ask, peer.view.node_id, body, remaining_s)]
 
     def _fetch_event(
-        self, peer: _Peer, fetch: _Fetch, event: AskReplied | AskProgressed | AskFailed, now: float
+        self, peer: Peer, fetch: PeerFetch, event: AskReplied | AskProgressed | AskFailed, now: float
     ) -> list[Effect]:
         match event:
             case AskProgressed(body=TransferGrant() as grant):
@@ -381,6 +359,7 @@ class Gathering:
                     return []
                 fetch.lane = self._ids.lane()
                 fetch.codec = grant.link_codec
+                fetch.watch.begin(now)
                 budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
                 idle_s = self._settings.fetch_idle_timeout_s
                 return [ConnectReceiver(fetch.lane, peer.view.node_id, grant, fetch.refs, budget_bytes, idle_s)]
@@ -401,6 +380,8 @@ class Gathering:
                 continue
             match event:
                 case PartsReceived(parts=parts):
+                    size_bytes = sum(part.meta.length_bytes for part in parts)
+                    fetch.watch.advance_to(fetch.watch.done + size_bytes, now)
                     return self._holdings.accept(parts, self._origin(peer), now)
                 case CreditEarned(credit_bytes=credit_bytes):
                     return [SendUpdate(fetch.ask, Credit(credit_bytes=credit_bytes))] if fetch.ask_open else []
@@ -411,7 +392,7 @@ class Gathering:
                     return self._fail(peer, "broke off a transfer", now)
         return []
 
-    def _complete(self, peer: _Peer, fetch: _Fetch, transferred_bytes: int, now: float) -> list[Effect]:
+    def _complete(self, peer: Peer, fetch: PeerFetch, transferred_bytes: int, now: float) -> list[Effect]:
         effects: list[Effect] = [Count("fetches_completed")]
         elapsed_ms = (now - fetch.started) * 1000.0
         self._holdings.spend(self._origin(peer), 0, elapsed_ms)
@@ -428,11 +409,12 @@ class Gathering:
         peer.fetch = None
         return [*effects, *self._plan(now)]
 
-    def _fail(self, peer: _Peer, what: str, now: float) -> list[Effect]:
-        effects = [*self._drop_fetch(peer, what), Count("fetch_failures"), *self._distrust(peer, what)]
+    def _fail(self, peer: Peer, what: str, now: float, *, slow: bool = False) -> list[Effect]:
+        count = Count("hedges") if slow else Count("fetch_failures")
+        effects = [*self._drop_fetch(peer, what), count, *self._distrust(peer, what)]
         return [*effects, *self._plan(now)]
 
-    def _drop_fetch(self, peer: _Peer, reason: str) -> list[Effect]:
+    def _drop_fetch(self, peer: Peer, reason: str) -> list[Effect]:
         fetch, peer.fetch = peer.fetch, None
         if fetch is None:
             return []
@@ -447,6 +429,8 @@ class Gathering:
 
     def _expire(self, now: float) -> list[Effect]:
         if self.phase is GatherPhase.LOOKING:
+            if now < self._stage_deadline:
+                return self._after_lookup(now)
             effects: list[Effect] = []
             for peer in self._peers:
                 if peer.lookup is not None:
@@ -464,6 +448,9 @@ class Gathering:
         for peer in late:
             if not self.finished:
                 effects += self._fail(peer, "did not begin a fetch in time", now)
+        for peer in self._peers:
+            if not self.finished and peer.fetch is not None and now >= peer.fetch.check_at:
+                effects += self._check(peer, peer.fetch, now)
         return effects
 
     def _finish(self) -> list[Effect]:
@@ -482,17 +469,17 @@ class Gathering:
                 peer.lease_id = NO_LEASE
         return effects
 
-    def _distrust(self, peer: _Peer, what: str) -> list[Effect]:
+    def _distrust(self, peer: Peer, what: str) -> list[Effect]:
         peer.trusted = False
         return self._holdings.fallback(f"{peer.name} {what}")
 
-    def _origin(self, peer: _Peer) -> tuple[SourceKind, str]:
+    def _origin(self, peer: Peer) -> tuple[SourceKind, str]:
         return (SourceKind.REMOTE_CACHE, peer.view.node_id)
-
-    @staticmethod
-    def _is_ask_of(peer: _Peer, ask: AskId) -> bool:
-        return peer.lookup == ask or (peer.fetch is not None and peer.fetch.ask == ask)
 
 
 def _words(name: str) -> str:
     return name.lower().replace("_", " ")
+
+
+def _links(shares: Shares) -> list[LinkShare]:
+    return [peer.share(refs) for peer, refs in shares]

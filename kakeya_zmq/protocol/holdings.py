@@ -17,10 +17,12 @@ from kakeya_zmq.store import BlockStore
 from wire.errors import KakeyaError
 from wire.ids import LeaseId
 from wire.limits import TEXT_CHARACTERS_MAX
-from wire.messages import PartKind, PartRef, Requirement, Source, SourceKind
+from wire.messages import Decision, PartKind, PartRef, Requirement, Source, SourceKind
 
 REASONS_MAX = 32
 """Reasons in one explanation: enough for every peer and worker of a prompt to fail in its own way."""
+DECISIONS_MAX = 32
+"""Decisions in one explanation (wire.messages.Explanation): the first ones and, in the last place, the latest."""
 ALTERNATIVE_TAILS_MAX = 16
 """Other prompts' tails tried as deeper positions; each try walks the whole chain."""
 
@@ -74,6 +76,11 @@ class Holdings:
         self.received_bytes = 0
         self.new_parts: list[Part] = []
         self.reasons: list[str] = []
+        self.decisions: list[Decision] = []
+        self.known_to = 0
+        """How far something cached, here or elsewhere, begins like this prompt, to the block."""
+        self.store_failed = False
+        """The local store could not take a part: others cannot count on finding it there."""
 
     # --- coverage ---------------------------------------------------------------------------------------------------
 
@@ -100,7 +107,9 @@ class Holdings:
 
     def reach(self, has: Callable[[PartRef], bool]) -> Reach:
         """The deepest position for which ``has`` holds for every needed part."""
-        best = Reach(best_boundary(self.importable, self._requirement, has), self.importable)
+        best = Reach(self._best_boundary(has), self.importable)
+        if self._task.settings.import_grid_tokens:
+            return best
         deeper = sorted(self._alternatives.values(), key=lambda chain: chain.tokens, reverse=True)
         for chain in deeper[:ALTERNATIVE_TAILS_MAX]:
             if chain.tokens <= best.position:
@@ -108,6 +117,41 @@ class Holdings:
             if all(has(ref) for ref in needed_parts(chain, chain.tokens, self._requirement)):
                 return Reach(chain.tokens, chain)
         return best
+
+    def _best_boundary(self, has: Callable[[PartRef], bool]) -> int:
+        """The deepest usable end of a block; with an import grid, the target or a multiple of it."""
+        grid, chain = self._task.settings.import_grid_tokens, self.importable
+        position = best_boundary(chain, self._requirement, has)
+        while grid and position % grid and position != self._task.target:
+            below = position - position % grid
+            chain = Chain(chain.block_tokens, tuple(block for block in chain.blocks if block.end <= below))
+            position = best_boundary(chain, self._requirement, has)
+        return position
+
+    def job_base(self) -> int:
+        """The deepest position at hand that is a boundary of the prompt's own chain: a worker knows no other tails."""
+        position = self.reach(self.has).position
+        return max((block.end for block in self._task.chain.blocks if block.end <= position), default=0)
+
+    def note_known(self, has: Callable[[PartRef], bool]) -> None:
+        """Learn from one more view of what is cached how far anything begins like this prompt."""
+        tails = [chain.tokens for chain in self._alternatives.values()]
+        self.known_to = max([self.known_to, *tails])
+        for block in self._task.chain.blocks:
+            if not any(has(PartRef(block_hash=block.block_hash, kind=kind)) for kind in PartKind):
+                break
+            self.known_to = max(self.known_to, block.end)
+
+    @property
+    def diverged_at(self) -> int | None:
+        """Where the prompt leaves everything cached that begins like it; None: nothing does, or all of it matched.
+
+        A cached prompt that ends here as a tail was not left: this one only goes on.
+        """
+        tails = {chain.tokens for chain in self._alternatives.values()}
+        if self.known_to in {0, self._task.target} or self.known_to in tails:
+            return None
+        return self.known_to
 
     def missing(self, reach: Reach) -> tuple[PartRef, ...]:
         """Parts a hit at ``reach`` needs that are not at hand."""
@@ -180,6 +224,7 @@ class Holdings:
             self._note_new(parts)
         for part in parts:
             if not self._put(part, now):
+                self.store_failed = True
                 effects.append(Count("hot_store_failures"))
         return effects
 
@@ -192,6 +237,7 @@ class Holdings:
         if self._store is None or self._store.has(part.meta.ref):
             return []
         if not self._put(part, now):
+            self.store_failed = True
             return [Count("hot_promotion_failures")]
         return [Count("hot_promotions"), Count("hot_promotion_bytes", part.meta.length_bytes)]
 
@@ -271,6 +317,14 @@ class Holdings:
         text = text[:TEXT_CHARACTERS_MAX]
         if text and text not in self.reasons and len(self.reasons) < REASONS_MAX:
             self.reasons.append(text)
+
+    def decide(self, decision: Decision) -> None:
+        """Remember a choice of the planner for the explanation; equal ones are kept once."""
+        if decision in self.decisions:
+            return
+        if len(self.decisions) >= DECISIONS_MAX:
+            self.decisions.pop()
+        self.decisions.append(decision)
 
     def fallback(self, text: str) -> list[Effect]:
         """Something failed and the next option is taken: count it and give the reason."""

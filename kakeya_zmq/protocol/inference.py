@@ -10,6 +10,8 @@ Rules
 - The KV of a session covers its history except the last token (which the next generation runs first), or all of it after
   an answer that ended with an end-of-sequence token. It may cover less after a failure: then the next append brings it
   back, also an empty one.
+- Prompts that begin alike and are prepared at the same time share the work (kakeya_zmq.protocol.flights); what was handed
+  over for publishing is not handed over again soon (.handover).
 - A request ends exactly once: by a reply, a failure, or silently when nobody waits any more.
 
 Theory of operation
@@ -65,6 +67,8 @@ from kakeya_zmq.protocol.effects import (
     Tick,
     Ticket,
 )
+from kakeya_zmq.protocol.flights import Flights
+from kakeya_zmq.protocol.handover import Handover
 from kakeya_zmq.protocol.inference_session import (
     Appending,
     Capturing,
@@ -143,8 +147,10 @@ class InferenceService:
         self._session_kv_bytes = session_kv_bytes
         self._settings = settings or InferenceSettings()
         self._sessions: dict[str, Session] = {}
-        self._appends: set[Appending] = set()
-        """Whose preparations have not ended; some of their sessions may be closed."""
+        self._flights = Flights()
+        self._handover = Handover()
+        self._appends: dict[Appending, None] = {}
+        """Whose preparations have not ended, oldest first; some of their sessions may be closed."""
         self._owners: dict[tuple[str, int], Appending] = {}
         """Asks, lanes and tickets that a preparation drew, by ("ask" | "lane" | "ticket", number)."""
         self._decodes: dict[Ticket, Session] = {}
@@ -283,7 +289,7 @@ class InferenceService:
             case _:
                 assert_never(operation)
         if session.capture is None:
-            effects += self._flush(session)
+            effects += self._flush(session, now)
         effects.append(RunCommand(self._ids.ticket(), CloseEngineSession(session.session_id)))
         return effects
 
@@ -297,6 +303,8 @@ class InferenceService:
     def _tick(self, now: float) -> list[InferenceEffect]:
         effects: list[InferenceEffect] = []
         for append in list(self._appends):
+            if append.preparation.outcome is not None:
+                continue  # another one's end has ended it
             due = append.preparation.deadline()
             if due is not None and due <= now:
                 effects += self._advance(append, append.preparation.on(Tick(), now), now)
@@ -306,15 +314,14 @@ class InferenceService:
             if session.last_used + self._settings.session_idle_s <= now:
                 effects += [Count("sessions_expired"), *self._close(session, "idle for too long", now)]
             elif session.publish_at is not None and session.publish_at <= now:
-                effects += self._flush(session)
+                effects += self._flush(session, now)
         return effects
 
-    def _flush(self, session: Session) -> list[InferenceEffect]:
+    def _flush(self, session: Session, now: float) -> list[InferenceEffect]:
         session.publish_at = None
-        if not session.pending:
-            return []
-        parts, session.pending = tuple(session.pending), []
-        return [PublishParts(parts)]
+        pending, session.pending = session.pending, []
+        parts = self._handover.select(pending, now)
+        return [PublishParts(parts)] if parts else []
 
     def _refuse_when_busy(self, session: Session) -> None:
         if session.operation is not None:
@@ -329,26 +336,33 @@ class InferenceService:
         if len(body.tokens) == 0 and not session.lost:
             explanation = Explanation(prompt_tokens=len(tokens), sources=(), reasons=(), elapsed_ms=0.0)
             return [SendReply(key, Appended(history_tokens=len(tokens), explanation=explanation))]
-        request = PreparationRequest(session.session_id, tokens, session.live_position, session.options)
+        request = PreparationRequest(session.session_id, tokens, session.live_position, session.options, self._flights)
         preparation = self._make_preparation(request, now)
         operation = Appending(key, session, preparation, tokens)
         session.operation = operation
         session.publish_at = None
-        self._appends.add(operation)
+        self._appends[operation] = None
         return self._advance(operation, preparation.start(now), now)
 
     def _advance(self, operation: Appending, raw_effects: list[Effect], now: float) -> list[InferenceEffect]:
+        """Carry on with a preparation, and with those that wait for what it has brought."""
+        effects = self._advance_one(operation, raw_effects, now)
+        while (follower := next((one for one in self._appends if one.preparation.has_news), None)) is not None:
+            effects += self._advance_one(follower, follower.preparation.look(now), now)
+        return effects
+
+    def _advance_one(self, operation: Appending, raw_effects: list[Effect], now: float) -> list[InferenceEffect]:
         effects = self._own(operation, raw_effects)
         outcome = operation.preparation.outcome
         if outcome is None:
             return [*effects, *self._report(operation)]
-        self._appends.discard(operation)
+        self._appends.pop(operation, None)
         self._owners = {number: owner for number, owner in self._owners.items() if owner is not operation}
         session = operation.session
         if session.options.publish:
             session.pending += outcome.new_parts
         if session.closed:
-            return [*effects, *(self._flush(session) if session.capture is None else [])]
+            return [*effects, *(self._flush(session, now) if session.capture is None else [])]
         session.operation = None
         session.last_used = now
         effects += self._conclude(operation, outcome)
@@ -483,9 +497,9 @@ class InferenceService:
             position = session.live_position  # cancelled before the engine had even opened the session
         if position is None or position > len(session.history):
             effects.append(Note("error", "the engine did not say where a generation stopped; the session starts over"))
-            return [*effects, *self._start_over(session), *self._flush(session)]
+            return [*effects, *self._start_over(session), *self._flush(session, now)]
         session.live_position = position
-        return [*effects, *self._begin_capture(session)]
+        return [*effects, *self._begin_capture(session, now)]
 
     def _decode_answer(self, session: Session, operation: Generating, key: RequestKey, now: float) -> InferenceEffect:
         if operation.failure is not None:
@@ -500,13 +514,13 @@ class InferenceService:
 
     # --- capture after a generation --------------------------------------------------------------------------------
 
-    def _begin_capture(self, session: Session) -> list[InferenceEffect]:
+    def _begin_capture(self, session: Session, now: float) -> list[InferenceEffect]:
         if session.capture is not None:
             # The generation was cancelled before its turn, so this capture exports all there is; its end publishes.
             return []
         wanted = session.options.use_local_cache or session.options.publish
         if not wanted or session.live_position <= session.captured:
-            return self._flush(session)
+            return self._flush(session, now)
         ticket = self._ids.ticket()
         session.capture = Capturing(session, self._make_chain(session.history[: session.live_position]))
         self._captures[ticket] = session.capture
@@ -522,7 +536,7 @@ class InferenceService:
             if not (capture.failed or event.cancelled):
                 session.captured = max(session.captured, self._whole_blocks(capture.chain.tokens))
             # While another operation runs the parts wait for its end.
-            return self._flush(session) if session.operation is None or session.closed else []
+            return self._flush(session, now) if session.operation is None or session.closed else []
         match event.event:
             case PartsCaptured(parts=raw_parts):
                 try:

@@ -11,6 +11,7 @@ import numpy as np
 from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.engine import ModelFacts, Sampling, TokenArray
 from kakeya_zmq.protocol.effects import Effect, RequestKey, Ticket
+from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from wire.errors import FailureCode, RequestFailed
 from wire.limits import TOKEN_BYTES
@@ -56,6 +57,8 @@ class PreparationRequest:
     tokens: TokenArray
     live_position: int
     options: CreateSession
+    flights: Flights
+    """The preparations under way on this primary, for single flight."""
 
 
 # --- a session -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ Rules
     whole stage ends by ``worker_timeout_s``.
  2. A job asks for exactly the parts that a hit at the target needs beyond the deepest position already at hand. What a
     failed worker has sent is kept: the next one is asked for less.
- 3. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
+ 3. A job is left when another worker, or computing here, would have won by now (see .hedge); what it has sent is kept.
+    Whatever ends a job, the ways on are compared anew.
+ 4. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
     announced aside, is given up.
 
 Theory of operation: one attempt at a time, ``SubmitJob → JobAccepted → TransferGrant → parts and JobProgress → lane
@@ -20,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kakeya_zmq.blocks import needed_parts
-from kakeya_zmq.planner import MeasuredRates, WorkerOffer, decide_link_codec, rank_workers
+from kakeya_zmq.planner import SEGMENT_TOKENS_DEFAULT, MeasuredRates, decide_link_codec
 from kakeya_zmq.protocol.effects import (
     Ask,
     AskFailed,
@@ -39,8 +41,11 @@ from kakeya_zmq.protocol.effects import (
     PartsReceived,
     SendUpdate,
 )
-from kakeya_zmq.protocol.holdings import Holdings, Reach, estimate_bytes
+from kakeya_zmq.protocol.estimates import Estimates
+from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, OBSERVE_MIN_S, Watch, is_too_slow, switch_decision
+from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
+from kakeya_zmq.protocol.routes import RouteChoice, choose_route
 from wire.ids import NodeId
 from wire.messages import (
     Credit,
@@ -56,7 +61,7 @@ from wire.messages import (
 )
 
 JOB_ID_BYTES = 16
-SEGMENT_TOKENS = 256
+SEGMENT_TOKENS = SEGMENT_TOKENS_DEFAULT
 """Tokens a worker computes between two signs of life; its grid is its own, this is the default."""
 
 
@@ -71,11 +76,24 @@ class _Attempt:
     ask: AskId
     node_id: NodeId
     wanted: tuple[PartRef, ...]
+    base: int
+    """Tokens that are at hand without it."""
     started: float
     patience_s: float
     stall_deadline: float
+    computing: Watch
+    """Counts tokens."""
+    sending: Watch
+    """Counts bytes; of nothing where they do not come evenly."""
+    check_at: float
     lane: LaneId | None = None
     ask_open: bool = True
+
+    def remaining_s(self, now: float) -> float:
+        """Projected time until everything has come."""
+        if self.sending.done <= 0:
+            return self.computing.remaining_s(now)
+        return max(self.computing.remaining_s(now), self.sending.remaining_s(now))
 
 
 class Offload:
@@ -103,7 +121,8 @@ class Offload:
         self._ids = ids
         self._rates = rates
         self._random_bytes = random_bytes
-        self._queue: list[NodeId] = []
+        self._estimates = Estimates(task, rates)
+        self._tried: set[NodeId] = set()
         self._attempt: _Attempt | None = None
         self._closing: dict[AskId, NodeId] = {}
         self._stage_deadline = 0.0
@@ -122,7 +141,11 @@ class Offload:
     def deadline(self) -> float | None:
         if self._attempt is None:
             return None
-        return min(self._stage_deadline, self._attempt.stall_deadline)
+        return min(self._stage_deadline, self._attempt.stall_deadline, self._attempt.check_at)
+
+    def remaining_s(self, now: float) -> float:
+        """Projected time until the job under way is done; 0 when there is none."""
+        return self._attempt.remaining_s(now) if self._attempt is not None else 0.0
 
     def owns(self, event: HostEvent) -> bool:
         """Whether the event belongs to a job that is still open here."""
@@ -138,7 +161,6 @@ class Offload:
     def start(self, now: float) -> list[Effect]:
         self.phase = OffloadPhase.RUNNING
         self._stage_deadline = now + self._settings.worker_timeout_s
-        self._queue = self._choose()
         return self._next(now)
 
     def on(self, event: HostEvent, now: float) -> list[Effect]:
@@ -164,74 +186,73 @@ class Offload:
         """Leave nothing open; also called when the preparation ends."""
         effects = [*self._drop_attempt("no longer wanted"), *(CancelAsk(ask) for ask in sorted(self._closing))]
         self._closing.clear()
-        self._queue.clear()
         self.phase = OffloadPhase.FINISHED
         return effects
 
     # --- choice ------------------------------------------------------------------------------------------------------
 
-    def _base(self) -> int:
-        """The deepest position at hand that is a boundary of the prompt's own chain: a worker knows no other tails."""
-        reach = self._holdings.reach(self._holdings.has)
-        if any(block.end == reach.position for block in self._task.chain.blocks):
-            return reach.position
-        return max((block.end for block in self._task.chain.blocks if block.end <= reach.position), default=0)
-
-    def _choose(self) -> list[NodeId]:
-        task, rates = self._task, self._rates
-        base = self._base()
-        at_hand = max(task.live_position, self._holdings.reach(self._holdings.has).position)
-        offers = [
-            WorkerOffer(
-                node_id=worker.node_id,
-                tokens_per_second=worker.prefill_tokens_per_second,
-                queued_tokens=worker.queued_tokens,
-                round_trip_ms=worker.round_trip_ms,
-                megabytes_per_second=worker.megabytes_per_second,
-                free_memory_bytes=worker.free_memory_bytes,
-            )
-            for worker in task.workers
-        ]
-        decisions = rank_workers(
-            offers,
-            worker_tokens=task.target - base,
-            local_tokens=task.target - at_hand,
-            transfer_bytes=self._transfer_bytes(base),
-            rates=rates,
+    def _choice(self, *, explore: bool) -> RouteChoice:
+        """The workers that were not tried yet, and computing here."""
+        base = self._holdings.job_base()
+        at_hand = max(self._task.live_position, self._holdings.reach(self._holdings.has).position)
+        worth_it = self._estimates.worth_a_job(self._task.target - at_hand)
+        workers = [worker for worker in self._estimates.workers() if worth_it and worker.node_id not in self._tried]
+        return choose_route(
+            [*(self._estimates.job(worker, base, at_hand) for worker in workers), self._estimates.here(at_hand)],
             minimum_savings_ratio=self._settings.minimum_savings_ratio,
-            penalty_ms=self._settings.compute_penalty_ms,
-            forced=task.remote_required,
+            remote_required=self._task.remote_required,
+            passed_over=self._rates.passed_over if explore else None,
         )
-        for decision in decisions:
-            if not decision.accepted:
-                self._holdings.reason(decision.describe())
-        return [decision.node_id for decision in decisions if decision.accepted]
-
-    def _transfer_bytes(self, base: int) -> int:
-        """What a worker would send of a prompt that is at hand up to ``base``."""
-        facts, target = self._task.facts, self._task.target
-        upper = estimate_bytes(target, facts.requirement, facts.part_bytes_per_token)
-        return max(0, upper - estimate_bytes(base, facts.requirement, facts.part_bytes_per_token))
 
     def _next(self, now: float) -> list[Effect]:
+        """Ask the worker that is best now; finish when nothing is missing, or none is left that pays."""
         task = self._task
-        base = self._base()
-        if base == task.target or not self._queue or now >= self._stage_deadline:
+        base = self._holdings.job_base()
+        node_id: NodeId | None = None
+        if base < task.target and now < self._stage_deadline:
+            choice = self._choice(explore=not self._tried)
+            self._holdings.decide(choice.decision("rest"))
+            for text in choice.refusals():
+                self._holdings.reason(text)
+            node_id = choice.chosen.worker if choice.chosen is not None else None
+        if node_id is None:
             self.phase = OffloadPhase.FINISHED
             return []
-        node_id = self._queue.pop(0)
+        self._tried.add(node_id)
         starts = {block.block_hash: block.start for block in task.chain.blocks}
         # A part beyond the base that happens to be at hand stays in the list: the worker will send it, not knowing of it.
         wanted = tuple(
             ref for ref in needed_parts(task.chain, task.target, task.facts.requirement) if starts[ref.block_hash] >= base
         )
-        ask = self._ids.ask()
-        patience_s = self._patience_s(node_id)
-        self._attempt = _Attempt(ask, node_id, wanted, now, patience_s, now + patience_s)
+        self._attempt = self._new_attempt(node_id, wanted, base, now)
         self._report(base, task.target)
-        settings = self._settings
+        return [Count("remote_jobs"), self._submission(self._attempt, base, now)]
+
+    def _new_attempt(self, node_id: NodeId, wanted: tuple[PartRef, ...], base: int, now: float) -> _Attempt:
+        task = self._task
+        worker = next(worker for worker in task.workers if worker.node_id == node_id)
+        patience_s, expected_s = self._patience_s(node_id), self._estimates.job_ms(worker, base) / 1000.0
+        work_s = self._estimates.job_ms(worker, base, queued=False) / 1000.0
+        # Without full attention most parts come at the very end.
+        even_bytes = self._estimates.job_bytes(base) if task.facts.requirement.full else 0
+        return _Attempt(
+            ask=self._ids.ask(),
+            node_id=node_id,
+            wanted=wanted,
+            base=base,
+            started=now,
+            patience_s=patience_s,
+            stall_deadline=now + patience_s,
+            computing=Watch(now, expected_s, task.target - base, work_s),
+            sending=Watch(now, expected_s, even_bytes, work_s),
+            check_at=now + OBSERVE_MIN_S,
+        )
+
+    def _submission(self, attempt: _Attempt, base: int, now: float) -> Ask:
+        task, settings = self._task, self._settings
+        size_bytes = self._estimates.job_bytes(base)
         link = decide_link_codec(
-            settings.link_compression, node_id, self._transfer_bytes(base), self._rates, frame_bytes=settings.chunk_bytes
+            settings.link_compression, attempt.node_id, size_bytes, self._rates, frame_bytes=settings.chunk_bytes
         )
         if link.codec is not LinkCodec.NONE:
             self._holdings.reason(link.describe())
@@ -246,7 +267,7 @@ class Offload:
             link_codec=link.codec,
             value_bytes=settings.value_bytes,
         )
-        return [Count("remote_jobs"), Ask(ask, node_id, body, max(0.001, self._stage_deadline - now))]
+        return Ask(attempt.ask, attempt.node_id, body, max(0.001, self._stage_deadline - now))
 
     def _patience_s(self, node_id: NodeId) -> float:
         declared = next(w.prefill_tokens_per_second for w in self._task.workers if w.node_id == node_id)
@@ -260,10 +281,15 @@ class Offload:
         match event:
             case AskProgressed(body=JobAccepted(eta_ms=eta_ms)):
                 attempt.stall_deadline += eta_ms / 1000.0
+                # The worker knows its queue better than its card did.
+                attempt.computing.expected_s = eta_ms / 1000.0 + attempt.computing.work_s
             case AskProgressed(body=JobProgress(tokens_done=done, tokens_total=total)):
+                attempt.computing.advance_to(min(done, total) - attempt.base, now)
                 self._report(done, total)
             case AskProgressed(body=TransferGrant() as grant) if attempt.lane is None:
                 attempt.lane = self._ids.lane()
+                attempt.computing.begin(now)
+                attempt.sending.begin(now)
                 budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
                 # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.
                 idle_s = self._settings.worker_timeout_s
@@ -284,6 +310,8 @@ class Offload:
         attempt.stall_deadline = now + attempt.patience_s
         match event:
             case PartsReceived(parts=parts):
+                size_bytes = sum(part.meta.length_bytes for part in parts)
+                attempt.sending.advance_to(attempt.sending.done + size_bytes, now)
                 return self._holdings.accept(parts, (SourceKind.WORKER, attempt.node_id), now)
             case CreditEarned(credit_bytes=credit_bytes):
                 return [SendUpdate(attempt.ask, Credit(credit_bytes=credit_bytes))] if attempt.ask_open else []
@@ -307,14 +335,33 @@ class Offload:
             effects.append(SendUpdate(attempt.ask, TransferDone(complete=True)))
         return effects
 
-    def _fail(self, what: str, now: float) -> list[Effect]:
+    def _fail(self, what: str, now: float, *, slow: bool = False) -> list[Effect]:
         attempt = self._attempt
         if attempt is None:
             return []
         effects = self._drop_attempt(what)
-        effects.append(Count("remote_job_failures"))
+        effects.append(Count("hedges") if slow else Count("remote_job_failures"))
         effects += self._holdings.fallback(f"worker {attempt.node_id} {what}")
         return [*effects, *self._next(now)]
+
+    def _check(self, attempt: _Attempt, now: float) -> list[Effect]:
+        """Leave the worker when the best way without it would have won."""
+        remaining_s = attempt.remaining_s(now)
+        best = self._choice(explore=False).chosen
+        if best is None or not attempt.computing.observed(now):
+            attempt.check_at = now + CHECK_EVERY_S
+            return []
+        alternative_s = best.cost_ms / 1000.0
+        if not is_too_slow(remaining_s, alternative_s):
+            attempt.check_at = now + min(CHECK_EVERY_S, max(CHECK_AGAIN_S, alternative_s - remaining_s))
+            return []
+        name = f"worker {attempt.node_id}"
+        self._holdings.decide(switch_decision(name, remaining_s, best.name, alternative_s))
+        if attempt.computing.begun is not None:
+            projected_ms = (now - attempt.computing.begun + remaining_s) * 1000.0
+            self._rates.worker_was_left(attempt.node_id, int(attempt.computing.total), projected_ms)
+        what = f"was too slow: {remaining_s * 1000:.0f} ms more against {alternative_s * 1000:.0f}"
+        return self._fail(what, now, slow=True)
 
     def _drop_attempt(self, reason: str) -> list[Effect]:
         attempt, self._attempt = self._attempt, None
@@ -328,9 +375,11 @@ class Offload:
         return effects
 
     def _expire(self, now: float) -> list[Effect]:
+        attempt = self._attempt
         if now >= self._stage_deadline:
-            self._queue.clear()
             return self._fail("did not finish in time", now)
+        if attempt is not None and now < attempt.stall_deadline:
+            return self._check(attempt, now)
         return self._fail("stalled", now)
 
     def _close_ask(self, event: AskReplied | AskFailed) -> None:

@@ -7,12 +7,13 @@ Rules
  3. Only parts that :func:`kakeya_zmq.blocks.needed_parts` names for the position are imported, all of them, from one chain.
  4. REMOTE_REQUIRED never computes here: either the whole prefix is there, or the session stays as it was and the outcome is
     Unavailable. LOCAL_ONLY never asks anybody.
- 5. When ``outcome`` is set, nothing of this machine is open any more, except what nobody waits for: releases of leases, and
+ 5. A prompt that begins like one that is being prepared for another session waits for that one while it pays (.following).
+ 6. When ``outcome`` is set, nothing of this machine is open any more, except what nobody waits for: releases of leases, and
     cancelled steps of an early import.
 
 Theory of operation. The phases follow each other as in ``TRANSITIONS``; each is entered at most once, which bounds the
-whole. GATHER and OFFLOAD are machines of their own (kakeya_zmq.protocol.gather and .offload) that fill the holdings;
-IMPORT and COMPUTE are one engine command each; what arrives before IMPORT is copied early (see .early_import),
+whole. FOLLOW, GATHER and OFFLOAD are machines of their own (kakeya_zmq.protocol.following, .gather and .offload) that fill
+the holdings; IMPORT and COMPUTE are one engine command each; what arrives before IMPORT is copied early (.early_import),
 so that little is left to do there. Between them stands one question: how deep do the parts at hand reach, and
 is that deeper than the session's own KV? An import the engine refuses empties the session and leads to COMPUTE from 0.
 ``position`` follows the engine's events only, so that it is right whenever the machine ends.
@@ -20,9 +21,7 @@ is that deeper than the session's own KV? An import the engine refuses empties t
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
 
 from kakeya_zmq.blocks import Part, bind_parts
 from kakeya_zmq.coverage import describe_gap
@@ -42,9 +41,13 @@ from kakeya_zmq.protocol.effects import (
     Tick,
     Ticket,
 )
+from kakeya_zmq.protocol.flights import Flights
+from kakeya_zmq.protocol.following import Following
 from kakeya_zmq.protocol.gather import Gathering
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.offload import Offload
+from kakeya_zmq.protocol.outlook import Outlook
+from kakeya_zmq.protocol.prepare_phases import TRANSITIONS, Phase
 from kakeya_zmq.protocol.prepare_values import (
     Cancelled,
     IdAllocator,
@@ -64,9 +67,11 @@ from wire.errors import LocalProtocolError
 from wire.messages import Explanation, PrefillPolicy, SourceKind
 
 __all__ = [
+    "TRANSITIONS",
     "Cancelled",
     "IdAllocator",
     "PeerView",
+    "Phase",
     "PreparationOutcome",
     "PreparationSettings",
     "PreparationTask",
@@ -76,25 +81,6 @@ __all__ = [
     "Unavailable",
     "WorkerView",
 ]
-
-
-class Phase(enum.Enum):
-    LOCAL = "looking at home"
-    GATHER = "asking caches"
-    OFFLOAD = "waiting for a worker"
-    IMPORT = "importing"
-    COMPUTE = "computing the rest"
-    FINISHED = "finished"
-
-
-TRANSITIONS: Final[Mapping[Phase, frozenset[Phase]]] = {
-    Phase.LOCAL: frozenset({Phase.GATHER, Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
-    Phase.GATHER: frozenset({Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
-    Phase.OFFLOAD: frozenset({Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
-    Phase.IMPORT: frozenset({Phase.COMPUTE, Phase.FINISHED}),
-    Phase.COMPUTE: frozenset({Phase.FINISHED}),
-    Phase.FINISHED: frozenset(),
-}
 
 
 def _ignore_value(name: str, value: object) -> None:
@@ -112,6 +98,7 @@ class PromptPreparation:
         hash_tail: (parent hash, start, count) → chained hash of the prompt's own tokens there.
         random_bytes: n → n random bytes.
         set_value: takes the gauges and last reasons of the ``prefill`` telemetry section.
+        flights: the preparations of the same primary, to share work with; None: nothing is shared.
     """
 
     def __init__(
@@ -124,6 +111,7 @@ class PromptPreparation:
         hash_tail: TailHash,
         random_bytes: Callable[[int], bytes],
         set_value: ValueSetter = _ignore_value,
+        flights: Flights | None = None,
     ) -> None:
         self._task = task
         self._store = store
@@ -131,6 +119,10 @@ class PromptPreparation:
         self._rates = rates
         self._holdings = Holdings(task, store, set_value)
         self._hash_tail = hash_tail
+        self._following = (
+            Following(task, self._holdings, rates, flights, store) if flights is not None and store is not None else None
+        )
+        self._outlook = Outlook(task, self._holdings, rates)
         self._offload = Offload(task, self._holdings, ids, rates, random_bytes)
         self._early = EarlyImport(
             task.session_id,
@@ -173,8 +165,15 @@ class PromptPreparation:
         """Parts computed for this prompt, here or by a worker, when the session may publish."""
         return tuple(self._holdings.new_parts) if self._task.publish else ()
 
+    @property
+    def has_news(self) -> bool:
+        """Whether :meth:`look` should be called: what it waits for in another session has changed."""
+        return self.phase is Phase.FOLLOW and self._following is not None and self._following.has_news()
+
     def deadline(self) -> float | None:
         match self.phase:
+            case Phase.FOLLOW if self._following is not None:
+                return self._following.deadline()
             case Phase.GATHER if self._gathering is not None:
                 return self._gathering.deadline()
             case Phase.OFFLOAD:
@@ -194,15 +193,53 @@ class PromptPreparation:
         task, holdings = self._task, self._holdings
         if self.position == task.target:
             return self._finish(now)
-        reach = holdings.reach(holdings.has)
-        if reach.position < task.target and holdings.find_local_tails(self._hash_tail, reach.position):
-            reach = holdings.reach(holdings.has)
+        reach = self._at_home()
         floor = max(self.position, reach.position)
         if floor == task.target:
             return self._apply(now, reach)
         holdings.hold(reach, now)
         for hint in task.hints:
             holdings.reason(hint)
+        effects: list[Effect] = []
+        if self._following is not None:
+            effects = self._following.start(floor, now)
+            if self._following.waiting:
+                self._enter(Phase.FOLLOW)
+                return effects
+        effects += self._ask_fleet(now, reach)
+        self._tell(now)
+        return effects
+
+    def look(self, now: float) -> list[Effect]:
+        """What this one waits for in another session has changed (``has_news``), or its clock says so."""
+        following = self._following
+        if self.outcome is not None or self.phase is not Phase.FOLLOW or following is None:
+            return []
+        holdings = self._holdings
+        effects = following.look(max(self.position, holdings.reach(holdings.has).position), now)
+        if following.waiting:
+            return effects
+        reach = self._at_home()
+        if max(self.position, reach.position) == self._task.target:
+            return [*effects, *self._apply(now, reach)]
+        holdings.hold(reach, now)
+        effects += self._ask_fleet(now, reach)
+        self._tell(now)
+        return effects
+
+    def _at_home(self) -> Reach:
+        """What the own store makes possible, tails of other prompts included."""
+        holdings = self._holdings
+        reach = holdings.reach(holdings.has)
+        if reach.position < self._task.target and holdings.find_local_tails(self._hash_tail, reach.position):
+            reach = holdings.reach(holdings.has)
+        holdings.note_known(holdings.has)
+        return reach
+
+    def _ask_fleet(self, now: float, reach: Reach) -> list[Effect]:
+        """The own store and the other sessions have given what they can: ask caches, then workers, then compute."""
+        task, holdings = self._task, self._holdings
+        floor = max(self.position, reach.position)
         if self._store is not None:
             gap = describe_gap(holdings.importable, task.facts.requirement, holdings.has, reach.position)
             holdings.reason(f"own cache ends at token {reach.position}: {gap}" if gap else "")
@@ -219,14 +256,19 @@ class PromptPreparation:
         """Take one event; events of things that are closed already are ignored."""
         if self.outcome is not None:
             return []
-        effects: list[Effect] = []
+        effects = self._take(event, now)
+        self._tell(now)
+        return effects
+
+    def _take(self, event: HostEvent, now: float) -> list[Effect]:
         gathering = self._gathering
         match event:
-            case Tick():
-                if self.phase is Phase.GATHER and gathering is not None:
-                    effects = gathering.on(event, now)
-                elif self.phase is Phase.OFFLOAD:
-                    effects = self._offload.on(event, now)
+            case Tick() if self.phase is Phase.FOLLOW:
+                return self.look(now)
+            case Tick() if self.phase is Phase.GATHER and gathering is not None:
+                effects = gathering.on(event, now)
+            case Tick() if self.phase is Phase.OFFLOAD:
+                effects = self._offload.on(event, now)
             case CommandEvent(ticket=ticket) | CommandEnded(ticket=ticket):
                 if self._early.owns(ticket):
                     self._early.on(event)
@@ -260,6 +302,7 @@ class PromptPreparation:
         self._cancelled = True
         if self._ticket is None:
             return self._finish(now)
+        self._tell(now)
         if self.phase is Phase.IMPORT:
             return []  # one bounded step: its end tells where the session stands
         return [CancelCommand(self._ticket)]
@@ -420,6 +463,19 @@ class PromptPreparation:
             self._failure = None
         return [*effects, *self._compute(now)]
 
+    # --- other sessions ----------------------------------------------------------------------------------------------
+
+    def _tell(self, now: float) -> None:
+        """Let sessions that prepare the same prefix know what this one brings; worked out only when somebody listens."""
+        following, outlook = self._following, self._outlook
+        if following is None or self.outcome is not None or self.phase is Phase.FOLLOW:
+            return
+        stopped = self._cancelled or self._holdings.store_failed
+        if stopped or following.followed or not outlook.is_told(self.phase):
+            way = self._offload if self.phase is Phase.OFFLOAD else self._gathering
+            begin = self._import.position if self._import is not None else self.position
+            following.tell(outlook.forecast(self.phase, self.position, begin, way, now, stopped=stopped))
+
     # --- end ---------------------------------------------------------------------------------------------------------
 
     def _finish(self, now: float) -> list[Effect]:
@@ -428,6 +484,8 @@ class PromptPreparation:
             effects += self._gathering.cancel(now)
         effects += self._offload.cancel(now)
         effects += self._early.abandon()
+        if self._following is not None:
+            self._following.leave()
         self._holdings.release()
         self._enter(Phase.FINISHED)
         if self._cancelled:
@@ -443,11 +501,18 @@ class PromptPreparation:
 
     def _explain(self, now: float) -> Explanation:
         live = self._live if self._import is None else 0
+        diverged_at = self._holdings.diverged_at
+        if diverged_at is not None and diverged_at <= self._task.live_position:
+            diverged_at = None
+        if diverged_at is not None:
+            self._holdings.reason(f"diverged at token {diverged_at} from everything cached that begins like it")
         return Explanation(
             prompt_tokens=len(self._task.tokens),
             sources=self._holdings.sources(live, self._import, self.position),
             reasons=tuple(self._holdings.reasons),
             elapsed_ms=max(0.0, (now - (now if self._started is None else self._started)) * 1000.0),
+            decisions=tuple(self._holdings.decisions),
+            diverged_at=diverged_at,
         )
 
     def _count_reuse(self) -> list[Effect]:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.engine import ModelFacts, TokenArray
-from kakeya_zmq.planner import LINK_COMPRESSION_CHOICES, MINIMUM_SAVINGS_RATIO_DEFAULT
+from kakeya_zmq.planner import LINK_COMPRESSION_CHOICES, MINIMUM_SAVINGS_RATIO_DEFAULT, SEGMENT_TOKENS_DEFAULT
 from kakeya_zmq.protocol.effects import AskId, LaneId, Ticket
 from wire import limits
 from wire.errors import LocalProtocolError
@@ -92,6 +92,10 @@ class PreparationSettings:
     """Width of a value in the parts, for link codecs."""
     early_import_bytes: int = 4 * limits.MIB
     """Parts are copied into the engine in batches of at least this size while others are on their way."""
+    import_grid_tokens: int = 0
+    """Prefixes are imported only up to multiples of this, or whole; 0: up to any block (docs/decisions/0010)."""
+    segment_tokens: int = SEGMENT_TOKENS_DEFAULT
+    """Grid of prefill here: recurrent state can be had at its multiples."""
     peers_max: int = 8
     """Peers asked for one prompt; those with the best links are asked first."""
 
@@ -108,6 +112,8 @@ class PreparationSettings:
             raise LocalProtocolError("preparation limits must be positive")
         if self.link_compression not in LINK_COMPRESSION_CHOICES:
             raise LocalProtocolError(f"there is no link compression {self.link_compression!r}")
+        if self.import_grid_tokens < 0 or self.segment_tokens <= 0:
+            raise LocalProtocolError("the segment grid must be positive, the import grid 0 or positive")
         if self.remote_minimum_tokens < 0 or not 0 <= self.minimum_savings_ratio < 1 or not self.suites:
             raise LocalProtocolError("preparation thresholds out of range")
 

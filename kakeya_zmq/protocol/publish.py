@@ -8,6 +8,9 @@ Rules
     prefix computed twice lands on the same peer.
  3. A failed delivery is tried once more, on another peer if there is one. Every attempt ends as a success or a failure in
     the counters.
+    A peer that had no room, or does not take this namespace, is passed over for a while: what would have gone to it goes to
+    the next in rank, also what waits already. Fullness is learned from answers, not from cards: a store that evicts is
+    always full, and takes new parts all the same.
  4. Payloads are referenced, never copied.
 
 Theory of operation: one delivery is one PublishOffer to one peer, ``OFFERED → SENDING → AWAITING_RESULT``; a peer that wants
@@ -18,8 +21,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.planner import LINK_COMPRESSION_CHOICES, MeasuredRates, decide_link_codec, rank_replicas
@@ -42,10 +45,25 @@ from kakeya_zmq.protocol.effects import (
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator, ValueSetter
 from wire import limits
+from wire.cards import Card
 from wire.codec import unpack_bitmap
-from wire.errors import LocalProtocolError, RemoteProtocolError
+from wire.errors import FailureCode, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
 from wire.messages import CipherSuite, Credit, PublishGrant, PublishOffer, PublishResult, ValueBytes
+
+_UNWILLING = frozenset({FailureCode.PERMISSION_DENIED, FailureCode.UNIMPLEMENTED, FailureCode.FAILED_PRECONDITION})
+"""Answers that will be the same for everything of this namespace."""
+
+
+def replica_candidates(cards: Iterable[Card], fingerprint: bytes) -> tuple[NodeId, ...]:
+    """Nodes whose cards say that they hold KV for others and take this namespace; a node's own card is not among them."""
+    return tuple(
+        NodeId(card.node_id)
+        for card in cards
+        if "cache" in card.roles
+        and card.cache is not None
+        and (not card.cache.fingerprints or fingerprint in card.cache.fingerprints)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +82,10 @@ class PublishSettings:
     batch_bytes_max: int = 256 * limits.MIB
     delivery_timeout_s: float = 120.0
     stall_timeout_s: float = 15.0
+    full_pause_s: float = 30.0
+    """How long a peer is passed over that had no room."""
+    unwilling_pause_s: float = 600.0
+    """How long a peer is passed over that does not take the namespace."""
     suites: tuple[CipherSuite, ...] = (CipherSuite.AES_256_GCM, CipherSuite.SECRETBOX)
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT
     link_compression: str = "auto"
@@ -85,7 +107,8 @@ class PublishSettings:
             raise LocalProtocolError(f"there is no link compression {self.link_compression!r}")
         if not 0 < self.batch_parts_max <= limits.PARTS_PER_MANIFEST_MAX:
             raise LocalProtocolError(f"a batch has 1 to {limits.PARTS_PER_MANIFEST_MAX} parts")
-        if min(self.delivery_timeout_s, self.stall_timeout_s) <= 0 or not self.suites:
+        pauses = (self.full_pause_s, self.unwilling_pause_s)
+        if min(self.delivery_timeout_s, self.stall_timeout_s, *pauses) <= 0 or not self.suites:
             raise LocalProtocolError("publish timeouts must be positive, and a cipher suite must be offered")
 
 
@@ -149,6 +172,8 @@ class Publisher:
         self._queue: deque[_Delivery] = deque()
         self._queue_bytes = 0
         self._active: list[_Active] = []
+        self._paused: dict[tuple[NodeId, bytes], float] = {}
+        """Peers that are passed over for a fingerprint, and until when."""
 
     @property
     def waiting(self) -> int:
@@ -186,7 +211,9 @@ class Publisher:
         # A turn's append and its answer may both have exported a block; a peer refuses an offer that names a part twice.
         distinct = {part.meta.ref: part for part in parts}.values()
         ordered = sorted(distinct, key=lambda part: (part.meta.start, part.meta.kind))
-        ranked = rank_replicas(ordered[0].meta.block_hash, peers)
+        ranked = rank_replicas(ordered[0].meta.block_hash, self._willing(peers, fingerprint, now))
+        if not ranked:
+            return [Count("publish_dropped", len(self._batches(ordered)))]
         effects: list[Effect] = []
         for batch in self._batches(ordered):
             for node_id in ranked[:replicas]:
@@ -257,8 +284,20 @@ class Publisher:
             effects += self._begin(delivery, now)
         return effects
 
+    def _willing(self, peers: Iterable[NodeId], fingerprint: bytes, now: float) -> tuple[NodeId, ...]:
+        self._paused = {key: until for key, until in self._paused.items() if now < until}
+        return tuple(peer for peer in peers if (peer, fingerprint) not in self._paused)
+
+    def _redirected(self, delivery: _Delivery, now: float) -> _Delivery:
+        """The delivery for its next spare, when its peer turned out to be full or unwilling since it was queued."""
+        if self._willing((delivery.node_id,), delivery.fingerprint, now):
+            return delivery
+        spares = self._willing(delivery.spares, delivery.fingerprint, now)
+        return replace(delivery, node_id=spares[0], spares=spares[1:]) if spares else delivery
+
     def _begin(self, delivery: _Delivery, now: float) -> list[Effect]:
         settings = self._settings
+        delivery = self._redirected(delivery, now)
         ask = self._ids.ask()
         self._active.append(
             _Active(delivery, ask, deadline=now + settings.delivery_timeout_s, stall_deadline=now + settings.stall_timeout_s)
@@ -292,6 +331,10 @@ class Publisher:
             case AskReplied():
                 return self._fail(active, "was answered with something else", now, cancel=False)
             case AskFailed(code=code, message=message):
+                if code is FailureCode.RESOURCE_EXHAUSTED:
+                    self._pause(active, now + self._settings.full_pause_s)
+                elif code in _UNWILLING:
+                    self._pause(active, now + self._settings.unwilling_pause_s)
                 what = f"failed ({code.name.lower().replace('_', ' ')}: {message})"
                 return self._fail(active, what, now, cancel=False)
 
@@ -324,6 +367,7 @@ class Publisher:
     def _concluded(self, active: _Active, result: PublishResult, now: float) -> list[Effect]:
         kept = result.stored_parts + result.already_held_parts
         if kept == 0 and result.refused_parts > 0:
+            self._pause(active, now + self._settings.full_pause_s)
             return self._fail(active, "was refused", now, cancel=False)
         effects: list[Effect] = [Count("publish_successes")]
         if active.phase is DeliveryPhase.SENDING:
@@ -334,13 +378,17 @@ class Publisher:
             effects.append(Count("publish_parts_refused", result.refused_parts))
         return effects
 
+    def _pause(self, active: _Active, until: float) -> None:
+        self._paused[active.delivery.node_id, active.delivery.fingerprint] = until
+
     def _fail(self, active: _Active, what: str, now: float, *, cancel: bool = True) -> list[Effect]:
         delivery = active.delivery
         effects = [*self._end(active, what, ok=False, cancel=cancel), Count("publish_failures")]
         self._set_value("last_publish_error", f"publish to {delivery.node_id} {what}")
         if delivery.attempt >= self._settings.attempts_max:
             return effects
-        node_id, *spares = delivery.spares or (delivery.node_id,)
+        willing = self._willing(delivery.spares, delivery.fingerprint, now)
+        node_id, *spares = willing or delivery.spares or (delivery.node_id,)
         retry = _Delivery(delivery.fingerprint, delivery.parts, node_id, tuple(spares), delivery.attempt + 1)
         return [*effects, *self._enqueue(retry)]
 

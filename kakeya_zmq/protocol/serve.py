@@ -28,11 +28,9 @@ A lane may finish before all its events were read by us only in that order: even
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import TypeAlias, assert_never
+from typing import assert_never
 
-from kakeya_zmq.blocks import ROOT_HASH, Part
+from kakeya_zmq.blocks import Part
 from kakeya_zmq.protocol.effects import (
     AddCredit,
     BindReceiver,
@@ -55,10 +53,22 @@ from kakeya_zmq.protocol.effects import (
     SendReply,
     UpdateArrived,
 )
-from kakeya_zmq.store import BlockStore, LeaseError, PutOutcome, Survey
+from kakeya_zmq.protocol.serve_lookup import NO_LEASE, answer_lookup
+from kakeya_zmq.protocol.serve_values import (
+    Incoming,
+    Outgoing,
+    Transfer,
+    TransferPhase,
+    clip,
+    fitting_prefix,
+    offer_problem,
+    publish_result,
+    renew_at,
+)
+from kakeya_zmq.store import BlockStore, LeaseError, PutOutcome
 from wire import limits
 from wire.bulk import choose_suite
-from wire.codec import pack_bitmap, unpack_hashes
+from wire.codec import pack_bitmap
 from wire.errors import CapacityError, FailureCode, InvalidInput, RemoteProtocolError
 from wire.ids import LeaseId, NodeId
 from wire.messages import (
@@ -67,72 +77,17 @@ from wire.messages import (
     Done,
     Fetch,
     Lookup,
-    LookupReply,
-    PartKind,
     PartMeta,
     PartRef,
     PublishGrant,
     PublishOffer,
-    PublishResult,
     ReleaseLease,
     RequestBody,
-    Tail,
     TransferDone,
     TransferResult,
 )
 
-NO_LEASE = LeaseId(bytes(16))
-_TAILS_MAX = 64
-"""Tails in one lookup reply: the bound of LookupReply.tails."""
-
-
-class _Phase(Enum):
-    OPENING = "opening"
-    RUNNING = "running"
-    CLOSING = "closing"
-
-
-@dataclass(slots=True)
-class _Outgoing:
-    """A fetch being served."""
-
-    key: RequestKey
-    node_id: NodeId
-    phase: _Phase
-    idle_at: float
-    parts: tuple[Part, ...]
-    lease_id: LeaseId | None
-    """The asker's, while it still exists."""
-    lease_generation: int
-    renew_at: float
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(part.meta.length_bytes for part in self.parts)
-
-
-@dataclass(slots=True)
-class _Incoming:
-    """A publish being received."""
-
-    key: RequestKey
-    node_id: NodeId
-    phase: _Phase
-    idle_at: float
-    fingerprint: bytes
-    wanted: bytes
-    """Bitmap over the offer."""
-    outstanding: dict[PartRef, PartMeta]
-    reservation_id: bytes
-    held_lease_id: LeaseId | None
-    """Ours, on the offered parts that were already held."""
-    stored: int
-    already_held: int
-    refused: int
-    reason: str
-
-
-_Transfer: TypeAlias = _Outgoing | _Incoming
+__all__ = ["NO_LEASE", "CacheService"]
 
 
 class CacheService:
@@ -171,7 +126,7 @@ class CacheService:
         self._lanes_per_node_max = lanes_per_node_max
         self._lease_ms_max = lease_ms_max
         self._accepts = accepts
-        self._transfers: dict[LaneId, _Transfer] = {}
+        self._transfers: dict[LaneId, Transfer] = {}
         self._open: dict[RequestKey, LaneId] = {}
         """Requests that have not ended; exactly the transfers that are not CLOSING."""
 
@@ -199,9 +154,9 @@ class CacheService:
         """When to send a Tick, seconds on the clock of ``now``."""
         times = [time for time in (self._store.next_expiry(),) if time is not None]
         for transfer in self._transfers.values():
-            if transfer.phase is not _Phase.CLOSING:
+            if transfer.phase is not TransferPhase.CLOSING:
                 times.append(transfer.idle_at)
-                if isinstance(transfer, _Outgoing) and transfer.lease_id is not None:
+                if isinstance(transfer, Outgoing) and transfer.lease_id is not None:
                     times.append(transfer.renew_at)
         return min(times, default=None)
 
@@ -217,7 +172,7 @@ class CacheService:
                 lane = self._open.get(key)
                 if lane is not None:
                     self._end(lane)
-                    effects += [Count("cache_cancelled"), CloseLane(lane, False, _clip(reason))]
+                    effects += [Count("cache_cancelled"), CloseLane(lane, False, clip(reason))]
             case LaneOpened() | PartsReceived() | CreditEarned() | LaneFinished():
                 effects += self._on_lane(event, now)
             case _:
@@ -245,46 +200,11 @@ class CacheService:
 
     def _lookup(self, key: RequestKey, body: Lookup, now: float) -> list[Effect]:
         try:
-            hashes = unpack_hashes(body.block_hashes)
+            reply, hit = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max)
         except RemoteProtocolError as error:  # the peer's bytes, not our fault
             return self._refuse(key, error.code, error.message)
-        survey = self._store.survey(hashes)
-        tails = self._tails(body, hashes)
-        useful = _useful_parts(body, hashes, survey, tails)
-        lease_id, lease_ms = NO_LEASE, 0
-        if useful and body.lease_ms > 0:
-            try:
-                lease_ms = min(body.lease_ms, self._lease_ms_max)
-                lease_id = self._store.lease(useful, now, lease_ms).lease_id
-            except CapacityError:  # too many leases: the answer is still worth something
-                lease_ms = 0
-        if lease_id == NO_LEASE:
-            self._store.touch(useful, now)
-        self._store.note_lookup(hit=bool(useful))
-        full, window, state = survey.present
-        reply = LookupReply(
-            present=(pack_bitmap(full), pack_bitmap(window), pack_bitmap(state)),
-            tails=tails,
-            part_bytes=survey.mean_bytes,
-            lease_id=lease_id,
-            lease_ms=lease_ms,
-            epoch=self._store.epoch,
-        )
-        counts: list[Effect] = [Count("cache_lookups")]
-        if useful:
-            counts.append(Count("cache_lookup_hits"))
-        return [*counts, SendReply(key, reply)]
-
-    def _tails(self, body: Lookup, hashes: Sequence[bytes]) -> tuple[Tail, ...]:
-        """Tails under the asked blocks and the root, longest prefix first."""
-        found: list[Tail] = []
-        for parent in (*reversed(hashes), ROOT_HASH):
-            under = self._store.tails(parent, fingerprint=body.fingerprint, block_tokens=body.requirement.block_tokens)
-            if under:
-                found += sorted(under, key=lambda tail: -tail.token_count)
-            if len(found) >= _TAILS_MAX:
-                break
-        return tuple(found[:_TAILS_MAX])
+        hits: list[Effect] = [Count("cache_lookup_hits")] if hit else []
+        return [Count("cache_lookups"), *hits, SendReply(key, reply)]
 
     def _fetch(self, event: RequestArrived, body: Fetch, now: float) -> list[Effect]:
         key, lease_id = event.key, LeaseId(body.lease_id)
@@ -300,15 +220,15 @@ class CacheService:
             return self._refuse(key, error.code, error.message)
         lane = self._new_lane()
         self._open[key] = lane
-        self._transfers[lane] = _Outgoing(
+        self._transfers[lane] = Outgoing(
             key=key,
             node_id=event.node_id,
-            phase=_Phase.OPENING,
+            phase=TransferPhase.OPENING,
             idle_at=now + self._idle_s,
             parts=parts,
             lease_id=lease_id,
             lease_generation=info.generation,
-            renew_at=_renew_at(now),
+            renew_at=renew_at(now),
         )
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         credit_bytes = min(body.credit_bytes, limits.TRANSFER_BYTES_MAX)
@@ -320,7 +240,7 @@ class CacheService:
         if not self._accepts(body.fingerprint):
             return self._refuse(key, FailureCode.PERMISSION_DENIED, "this node does not store that namespace")
         suite = self._suite(body.suites)
-        problem = "no usable cipher suite" if suite is None else self._offer_problem(body)
+        problem = "no usable cipher suite" if suite is None else offer_problem(body, self._store, self._part_bytes_max)
         if suite is None or problem:
             return self._refuse(key, FailureCode.INVALID_ARGUMENT, problem)
         held: list[PartRef] = []
@@ -333,7 +253,7 @@ class CacheService:
         self._store.touch(held, now)
         counts: list[Effect] = [Count("cache_publishes")]
         if not lacking:
-            return [*counts, SendReply(key, _publish_result(0, len(held), 0, ""))]
+            return [*counts, SendReply(key, publish_result(0, len(held), 0, ""))]
         if (refusal := self._lane_refusal(event.node_id)) is not None:
             return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         lane = self._new_lane()
@@ -346,13 +266,13 @@ class CacheService:
         reason = "the store has no room for all of them" if refused else ""
         if not wanted:
             self._release(held_lease_id)
-            return [*counts, SendReply(key, _publish_result(0, len(held), refused, reason))]
+            return [*counts, SendReply(key, publish_result(0, len(held), refused, reason))]
         outstanding = {meta.ref: meta for meta in wanted}
         self._open[key] = lane
-        self._transfers[lane] = _Incoming(
+        self._transfers[lane] = Incoming(
             key=key,
             node_id=event.node_id,
-            phase=_Phase.OPENING,
+            phase=TransferPhase.OPENING,
             idle_at=now + self._idle_s,
             fingerprint=body.fingerprint,
             wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
@@ -368,46 +288,17 @@ class CacheService:
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         return [*counts, BindReceiver(lane, suite, chunk_bytes, expected, body.link_codec)]
 
-    def _offer_problem(self, body: PublishOffer) -> str:
-        """What is wrong with an offer, or an empty string; nothing has been allocated for it yet."""
-        by_hash: dict[bytes, PartMeta] = {}
-        refs: set[PartRef] = set()
-        for meta in body.parts:
-            if meta.length_bytes > self._part_bytes_max:
-                return f"a part of {meta.length_bytes} bytes; at most {self._part_bytes_max} are accepted"
-            known = by_hash.setdefault(meta.block_hash, meta)
-            if (known.parent_hash, known.start, known.token_count) != (meta.parent_hash, meta.start, meta.token_count):
-                return "two parts of one block differ in their place"
-            refs.add(meta.ref)
-        if len(refs) < len(body.parts):
-            return "a part is offered twice"
-        for meta in by_hash.values():
-            parent = by_hash.get(meta.parent_hash)
-            if (parent is not None and parent.end != meta.start) or self._store.contradicts(
-                meta, fingerprint=body.fingerprint
-            ):
-                return "a part does not follow its parent block"
-        if sum(meta.length_bytes for meta in body.parts) > limits.TRANSFER_BYTES_MAX:
-            return f"the offer is larger than {limits.TRANSFER_BYTES_MAX} bytes"
-        return ""
-
     def _reserve(
         self, reservation_id: bytes, fingerprint: bytes, lacking: Sequence[PartMeta], now: float
     ) -> tuple[PartMeta, ...]:
         """Reserve room for the longest prefix of what is lacking that fits; returns it, in prefix order."""
-        room = self._store.room_bytes(fingerprint)
-        fitting: list[PartMeta] = []
-        for meta in sorted(lacking, key=lambda meta: (meta.start, meta.kind)):
-            if meta.length_bytes > room:
-                break
-            room -= meta.length_bytes
-            fitting.append(meta)
+        fitting = fitting_prefix(lacking, self._store.room_bytes(fingerprint))
         try:
             if fitting:
                 self._store.reserve(reservation_id, sum(meta.length_bytes for meta in fitting), now)
         except CapacityError:  # another use of the store took the room since it was measured
             return ()
-        return tuple(fitting)
+        return fitting
 
     def _suite(self, offered: Sequence[CipherSuite]) -> CipherSuite | None:
         usable = [suite for suite in offered if self._has_aes or suite != CipherSuite.AES_256_GCM]
@@ -421,20 +312,20 @@ class CacheService:
         return None
 
     def _refuse(self, key: RequestKey, code: FailureCode, message: str) -> list[Effect]:
-        return [Count("cache_refusals"), SendFailure(key, code, _clip(message))]
+        return [Count("cache_refusals"), SendFailure(key, code, clip(message))]
 
     # --- updates and lane events -----------------------------------------------------------------------------------
 
     def _on_update(self, key: RequestKey, body: Credit | TransferDone, now: float) -> list[Effect]:
         lane = self._open.get(key)
         transfer = self._transfers[lane] if lane is not None else None
-        if lane is None or not isinstance(transfer, _Outgoing):
+        if lane is None or not isinstance(transfer, Outgoing):
             return []  # late, or an update that makes no sense for a publish
         transfer.idle_at = now + self._idle_s
         match body:
             case Credit(credit_bytes=credit_bytes):
-                return [AddCredit(lane, credit_bytes)] if transfer.phase is _Phase.RUNNING else []
-            case TransferDone(complete=True) if transfer.phase is _Phase.OPENING:
+                return [AddCredit(lane, credit_bytes)] if transfer.phase is TransferPhase.RUNNING else []
+            case TransferDone(complete=True) if transfer.phase is TransferPhase.OPENING:
                 self._end(lane)
                 failure = SendFailure(key, FailureCode.INVALID_ARGUMENT, "done before anything was sent")
                 return [Count("cache_refusals"), CloseLane(lane, False, failure.message), failure]
@@ -451,31 +342,31 @@ class CacheService:
         if transfer is None:
             return []
         if isinstance(event, LaneFinished):
-            ended = transfer.phase is _Phase.CLOSING
-            opened = transfer.phase is _Phase.RUNNING
+            ended = transfer.phase is TransferPhase.CLOSING
+            opened = transfer.phase is TransferPhase.RUNNING
             if not ended:
                 self._end(lane)
             del self._transfers[lane]
             return [] if ended else self._finish(transfer, event, opened=opened)
-        if transfer.phase is _Phase.CLOSING:
+        if transfer.phase is TransferPhase.CLOSING:
             return []
         transfer.idle_at = now + self._idle_s
         match event, transfer:
-            case LaneOpened(grant=grant), _Outgoing(phase=_Phase.OPENING):
-                transfer.phase = _Phase.RUNNING
+            case LaneOpened(grant=grant), Outgoing(phase=TransferPhase.OPENING):
+                transfer.phase = TransferPhase.RUNNING
                 return [SendProgress(transfer.key, grant), FeedSender(lane, transfer.parts, final=True)]
-            case LaneOpened(grant=grant), _Incoming(phase=_Phase.OPENING):
-                transfer.phase = _Phase.RUNNING
+            case LaneOpened(grant=grant), Incoming(phase=TransferPhase.OPENING):
+                transfer.phase = TransferPhase.RUNNING
                 body = PublishGrant(wanted=transfer.wanted, grant=grant, credit_bytes=limits.CREDIT_BYTES_DEFAULT)
                 return [SendProgress(transfer.key, body)]
-            case CreditEarned(credit_bytes=credit_bytes), _Incoming(phase=_Phase.RUNNING):
+            case CreditEarned(credit_bytes=credit_bytes), Incoming(phase=TransferPhase.RUNNING):
                 return [SendProgress(transfer.key, Credit(credit_bytes=credit_bytes))]
-            case PartsReceived(parts=parts), _Incoming(phase=_Phase.RUNNING):
+            case PartsReceived(parts=parts), Incoming(phase=TransferPhase.RUNNING):
                 return self._store_parts(lane, transfer, parts, now)
             case _:
                 return []
 
-    def _store_parts(self, lane: LaneId, transfer: _Incoming, parts: Sequence[Part], now: float) -> list[Effect]:
+    def _store_parts(self, lane: LaneId, transfer: Incoming, parts: Sequence[Part], now: float) -> list[Effect]:
         stored = refused = 0
         for part in parts:
             expected = transfer.outstanding.get(part.meta.ref)
@@ -488,7 +379,7 @@ class CacheService:
                 )
             except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
                 refused += 1
-                transfer.reason = _clip(error.message)
+                transfer.reason = clip(error.message)
                 continue
             if outcome is PutOutcome.STORED:
                 stored += 1
@@ -502,29 +393,29 @@ class CacheService:
         self._end(lane)
         return [*effects, CloseLane(lane, True, "done"), self._publish_reply(transfer)]
 
-    def _finish(self, transfer: _Transfer, event: LaneFinished, *, opened: bool) -> list[Effect]:
+    def _finish(self, transfer: Transfer, event: LaneFinished, *, opened: bool) -> list[Effect]:
         """The lane ended by itself and the request is still open."""
         match transfer:
-            case _Outgoing() if event.ok and opened:
+            case Outgoing() if event.ok and opened:
                 return self._fetch_reply(transfer, complete=True)
-            case _Incoming() if opened:
+            case Incoming() if opened:
                 transfer.refused += len(transfer.outstanding)
-                transfer.reason = _clip(event.reason)
+                transfer.reason = clip(event.reason)
                 return [Count("cache_broken_transfers"), self._publish_reply(transfer)]
-            case _Outgoing() | _Incoming():
-                reason = _clip(event.reason) or "the transfer ended early"
+            case Outgoing() | Incoming():
+                reason = clip(event.reason) or "the transfer ended early"
                 return [Count("cache_broken_transfers"), SendFailure(transfer.key, FailureCode.UNAVAILABLE, reason)]
             case _:
                 assert_never(transfer)
 
-    def _fetch_reply(self, transfer: _Outgoing, *, complete: bool) -> list[Effect]:
+    def _fetch_reply(self, transfer: Outgoing, *, complete: bool) -> list[Effect]:
         """``sent`` is what the asker has confirmed: all or nothing."""
         parts, sent_bytes = (len(transfer.parts), transfer.total_bytes) if complete else (0, 0)
         count = Count("cache_fetched_bytes", sent_bytes) if complete else Count("cache_broken_transfers")
         return [count, SendReply(transfer.key, TransferResult(sent_parts=parts, sent_bytes=sent_bytes))]
 
-    def _publish_reply(self, transfer: _Incoming) -> SendReply:
-        result = _publish_result(transfer.stored, transfer.already_held, transfer.refused, transfer.reason)
+    def _publish_reply(self, transfer: Incoming) -> SendReply:
+        result = publish_result(transfer.stored, transfer.already_held, transfer.refused, transfer.reason)
         return SendReply(transfer.key, result)
 
     # --- time and clean-up -----------------------------------------------------------------------------------------
@@ -533,7 +424,7 @@ class CacheService:
         """Renew the leases of running fetches, end what is idle, then let leases expire."""
         effects: list[Effect] = []
         for lane, transfer in list(self._transfers.items()):
-            if transfer.phase is _Phase.CLOSING:
+            if transfer.phase is TransferPhase.CLOSING:
                 continue
             if now >= transfer.idle_at:
                 self._end(lane)
@@ -543,14 +434,14 @@ class CacheService:
                     CloseLane(lane, False, message),
                     SendFailure(transfer.key, FailureCode.DEADLINE_EXCEEDED, message),
                 ]
-            elif isinstance(transfer, _Outgoing) and transfer.lease_id is not None and now >= transfer.renew_at:
+            elif isinstance(transfer, Outgoing) and transfer.lease_id is not None and now >= transfer.renew_at:
                 self._renew(transfer, now)
         self._store.expire(now)
         return effects
 
-    def _renew(self, transfer: _Outgoing, now: float) -> None:
+    def _renew(self, transfer: Outgoing, now: float) -> None:
         assert transfer.lease_id is not None
-        transfer.renew_at = _renew_at(now)
+        transfer.renew_at = renew_at(now)
         try:
             self._store.renew(
                 transfer.lease_id, now, limits.LEASE_MS_DEFAULT, generation=transfer.lease_generation
@@ -575,49 +466,13 @@ class CacheService:
     def _end(self, lane: LaneId) -> None:
         """The request has ended: give back what it held; the lane stays until it has finished."""
         transfer = self._transfers[lane]
-        transfer.phase = _Phase.CLOSING
+        transfer.phase = TransferPhase.CLOSING
         del self._open[transfer.key]
         match transfer:
-            case _Incoming():
+            case Incoming():
                 self._store.release_reservation(transfer.reservation_id)
                 self._release(transfer.held_lease_id)
-            case _Outgoing():
+            case Outgoing():
                 transfer.lease_id = None
             case _:
                 assert_never(transfer)
-
-
-def _useful_parts(body: Lookup, hashes: Sequence[bytes], survey: Survey, tails: Sequence[Tail]) -> list[PartRef]:
-    """What of a lookup's finds a hit could use, in prefix order: the contiguous prefix and the tails under it."""
-    length = len(hashes)
-    if body.requirement.full:
-        length = next((index for index, held in enumerate(survey.present[PartKind.FULL]) if not held), length)
-    refs: list[PartRef] = []
-    for block_hash, full, window, state in zip(hashes[:length], *survey.present, strict=False):
-        if full:
-            refs.append(PartRef(block_hash=block_hash, kind=PartKind.FULL))
-        if window:
-            refs.append(PartRef(block_hash=block_hash, kind=PartKind.WINDOW))
-        if state:
-            refs.append(PartRef(block_hash=block_hash, kind=PartKind.STATE))
-    parents = {ROOT_HASH, *hashes[:length]}
-    refs += [
-        PartRef(block_hash=tail.block_hash, kind=kind)
-        for tail in tails
-        if tail.parent_hash in parents
-        for kind in PartKind
-        if tail.kinds >> kind & 1
-    ]
-    return refs
-
-
-def _publish_result(stored: int, already_held: int, refused: int, reason: str) -> PublishResult:
-    return PublishResult(stored_parts=stored, already_held_parts=already_held, refused_parts=refused, reason=_clip(reason))
-
-
-def _renew_at(now: float) -> float:
-    return now + limits.LEASE_MS_DEFAULT / 2000
-
-
-def _clip(text: str) -> str:
-    return text[: limits.TEXT_CHARACTERS_MAX]

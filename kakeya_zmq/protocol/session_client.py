@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import assert_never
+from typing import Final, assert_never
 
 from kakeya_zmq.protocol.effects import Tick
 from kakeya_zmq.protocol.session_values import (
@@ -60,6 +60,11 @@ from wire.messages import (
     ServerEnvelope,
     Update,
     Welcome,
+)
+
+NO_WELCOME: Final = (
+    "it does not answer our hello: it is paused or overloaded, or it knows our node id {node_id} under another identity key "
+    "(every node needs a --node-id of its own)"
 )
 
 
@@ -116,6 +121,8 @@ class ClientSession:
     ) -> None:
         self.refusals: Counter[str] = Counter()
         self.state = ClientState.CLOSED
+        self.replaced_because = "the socket was replaced"
+        """Why the host replaced a socket with a session, for the requests that fail by it."""
         self._local = local
         self._keys = handshake.HandshakeKeys(fleet_key)
         self._random_bytes = random_bytes
@@ -163,7 +170,7 @@ class ClientSession:
         match event:
             case SocketOpened():
                 if self.state is not ClientState.LEFT:
-                    self._lose("the socket was replaced", effects)
+                    self._lose(self.replaced_because, effects)
                     self._greet(now, effects)
             case FramesReceived(frames=frames):
                 self._receive(frames, now, effects)
@@ -233,7 +240,8 @@ class ClientSession:
         greeting, line = self._greeting, self._line
         if greeting is not None:
             if now >= greeting.started_at + PEER_LOST_S:
-                self._retire("no answer to the hello", now, effects)
+                # The transport's handshake may be through: then the PSK is right, and the server drops or can't answer us.
+                self._retire(NO_WELCOME.format(node_id=self._local.node_id), now, effects)
             elif now >= greeting.sent_at + HELLO_RESEND_S:
                 greeting.sent_at = now
                 effects.append(Transmit(greeting.frames))

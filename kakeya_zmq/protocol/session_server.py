@@ -1,4 +1,8 @@
-"""The server's side of its control sessions; rules and theory of operation in kakeya_zmq.protocol.session."""
+"""The server's side of its control sessions; rules and theory of operation in kakeya_zmq.protocol.session.
+
+What a member may cost: each connection has so many HELLOs, new nodes come in at a bounded rate, a node has so many sessions
+(a new one takes the place of its oldest), and a :class:`~kakeya_zmq.protocol.limits.RequestLimiter` bounds its requests.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from kakeya_zmq.protocol.effects import Tick
+from kakeya_zmq.protocol.identities import IdentityBook
+from kakeya_zmq.protocol.limits import KeyedBuckets, RequestLimiter, TokenBucket
 from kakeya_zmq.protocol.session_values import (
     HELLOS_REMEMBERED,
     SESSION_IDLE_S,
@@ -16,7 +22,6 @@ from kakeya_zmq.protocol.session_values import (
     PeerDown,
     PeerInfo,
     PeerUp,
-    Pins,
     Refused,
     RequestEnded,
     RequestOpened,
@@ -64,12 +69,20 @@ class _ServerSession:
     proven: bool = False
     """A sealed message has come: the peer holds the keys."""
     last_request_id: int = -1
-    requests: dict[int, float] = field(default_factory=dict)
-    """Open: request id → absolute deadline."""
+    requests: dict[int, tuple[float, int]] = field(default_factory=dict)
+    """Open: request id → (absolute deadline, size of its message in bytes)."""
 
 
 _IDLE_CHECK: Final = -1
 """In the timer heap, in place of a request id."""
+HELLOS_PER_S: Final = 1.0
+HELLOS_BURST: Final = 8.0
+"""Of one connection: a client repeats a HELLO after a second, and says a new one when its session got lost."""
+REGISTRATIONS_PER_S: Final = 50.0
+REGISTRATIONS_BURST: Final = 500.0
+"""Node ids never seen before, of all connections together: a fleet of some hundred nodes that starts in the same moment."""
+SESSIONS_PER_NODE_MAX: Final = 16
+"""A node has one session, and for SESSION_IDLE_S those that it lost with their connections."""
 
 
 class ServerSessions:
@@ -81,6 +94,8 @@ class ServerSessions:
         random_bytes: source of randomness.
         bus_port: gives the port of this node's bus, 0 when it has none; asked for every WELCOME.
         sessions_max: most sessions at once.
+        identities: which key belongs to which node id; a book of its own when None.
+        limiter: how much one peer may ask; no bounds but those of a session when None.
     """
 
     def __init__(
@@ -91,6 +106,8 @@ class ServerSessions:
         random_bytes: Callable[[int], bytes],
         bus_port: Callable[[], int] = lambda: 0,
         sessions_max: int = limits.SESSIONS_MAX,
+        identities: IdentityBook | None = None,
+        limiter: RequestLimiter | None = None,
     ) -> None:
         self.refusals: Counter[str] = Counter()
         self._local = local
@@ -98,7 +115,10 @@ class ServerSessions:
         self._random_bytes = random_bytes
         self._bus_port = bus_port
         self._sessions_max = sessions_max
-        self._pins = Pins(local)
+        self._identities = identities or IdentityBook((local.node_id, local.identity.public_key))
+        self._limiter = limiter
+        self._hello_rates = KeyedBuckets(HELLOS_PER_S, HELLOS_BURST)
+        self._registrations = TokenBucket(REGISTRATIONS_PER_S, REGISTRATIONS_BURST)
         self._sessions: dict[bytes, _ServerSession] = {}
         self._routes: dict[bytes, bytes] = {}
         self._hellos: OrderedDict[bytes, None] = OrderedDict()
@@ -166,7 +186,8 @@ class ServerSessions:
             heapq.heappush(self._timers, timer)
 
     def _expire(self, session: _ServerSession, request_id: int, now: float, effects: list[ServerEffect]) -> None:
-        if session.requests.get(request_id, now + 1) > now:
+        due, _ = session.requests.get(request_id, (now + 1, 0))
+        if due > now:
             return
         self._close_request(session, request_id)
         effects.append(RequestEnded(session.peer.session_id, request_id, "deadline passed"))
@@ -208,8 +229,10 @@ class ServerSessions:
             self._close_request(session, request_id)
 
     def _close_request(self, session: _ServerSession, request_id: int) -> None:
-        del session.requests[request_id]
+        _, size_bytes = session.requests.pop(request_id)
         self._open_requests -= 1
+        if self._limiter is not None:
+            self._limiter.release(session.peer.node_id, size_bytes)
         self._compact_timers()
 
     def _transmit(self, session: _ServerSession, envelope: ServerEnvelope, effects: list[ServerEffect]) -> None:
@@ -220,8 +243,10 @@ class ServerSessions:
         del self._sessions[session_id]
         if self._routes.get(session.route) == session_id:
             del self._routes[session.route]
-        for request_id in session.requests:
+        for request_id, (_, size_bytes) in session.requests.items():
             effects.append(RequestEnded(session_id, request_id, f"the session ended: {reason}"))
+            if self._limiter is not None:
+                self._limiter.release(session.peer.node_id, size_bytes)
         self._open_requests -= len(session.requests)
         session.requests.clear()
         if session.proven:
@@ -263,11 +288,13 @@ class ServerSessions:
         if hello_hash in self._hellos:
             raise RemoteProtocolError("a replayed hello")
         hello = handshake.open_hello(header, body, self._keys)
-        in_use = {session.peer.node_id for session in self._sessions.values()}
-        if not self._pins.bind(hello.node_id, hello.identity_public_key, lambda: in_use):
-            raise RemoteProtocolError("the node says hello with another identity key than before")
+        # Counted only when it is a member's; before the costly steps, two products on the curve and a signature.
+        if self._hello_rates.take(route, now) > 0:
+            raise RemoteProtocolError("a connection says hello too often")
+        self._identify(hello, now)
         if known is not None:
             self._end(known, "the client started a new session", effects)
+        self._make_room_of(hello.node_id, effects)
         self._make_room(effects)
         self._hellos[hello_hash] = None
         if len(self._hellos) > HELLOS_REMEMBERED:
@@ -278,6 +305,26 @@ class ServerSessions:
         self._routes[route] = session_id
         heapq.heappush(self._timers, (now + SESSION_IDLE_S, session_id, _IDLE_CHECK))
         effects.append(RouteTransmit(route, session.welcome_frames))
+
+    def _identify(self, hello: Hello, now: float) -> None:
+        """Hold the node to the key that its name is bound to.
+
+        Raises:
+            RemoteProtocolError: it has another key, or too many new nodes came lately.
+        """
+        if self._identities.key_of(hello.node_id) is None and self._registrations.take(now) > 0:
+            raise RemoteProtocolError("too many new nodes in a short time")
+
+        def in_use() -> set[str]:
+            return {session.peer.node_id for session in self._sessions.values()}
+
+        if not self._identities.bind(hello.node_id, hello.identity_public_key, hello.roles, in_use):
+            raise RemoteProtocolError("the node says hello with another identity key than before")
+
+    def _make_room_of(self, node_id: str, effects: list[ServerEffect]) -> None:
+        own = [session for session in self._sessions.values() if session.peer.node_id == node_id]
+        for session in own[: max(0, len(own) + 1 - SESSIONS_PER_NODE_MAX)]:
+            self._end(session, "the node has too many sessions", effects)
 
     def _make_room(self, effects: list[ServerEffect]) -> None:
         if len(self._sessions) < self._sessions_max:
@@ -336,13 +383,15 @@ class ServerSessions:
         if not session.proven:
             session.proven = True
             effects.append(PeerUp(session.peer))
-        self._envelope(decode_client(plaintext), session, now, effects)
+        self._envelope(decode_client(plaintext), len(plaintext), session, now, effects)
 
-    def _envelope(self, envelope: ClientEnvelope, session: _ServerSession, now: float, effects: list[ServerEffect]) -> None:
+    def _envelope(
+        self, envelope: ClientEnvelope, size_bytes: int, session: _ServerSession, now: float, effects: list[ServerEffect]
+    ) -> None:
         session_id = session.peer.session_id
         match envelope:
             case Request():
-                self._open_request(envelope, session, now, effects)
+                self._open_request(envelope, size_bytes, session, now, effects)
             case Update(request_id=request_id, body=body):
                 if request_id in session.requests:
                     effects.append(RequestUpdated(session_id, request_id, body))
@@ -357,18 +406,32 @@ class ServerSessions:
             case _:
                 assert_never(envelope)
 
-    def _open_request(self, request: Request, session: _ServerSession, now: float, effects: list[ServerEffect]) -> None:
+    def _open_request(
+        self, request: Request, size_bytes: int, session: _ServerSession, now: float, effects: list[ServerEffect]
+    ) -> None:
         request_id = request.request_id
         if request_id <= session.last_request_id:
             raise RemoteProtocolError("a request id that is not new")
         session.last_request_id = request_id
         if len(session.requests) >= limits.REQUESTS_IN_FLIGHT_MAX:
-            message = f"more than {limits.REQUESTS_IN_FLIGHT_MAX} requests at once"
-            failure = Failure(request_id=request_id, code=FailureCode.RESOURCE_EXHAUSTED, message=message)
-            self._transmit(session, failure, effects)
+            text = f"more than {limits.REQUESTS_IN_FLIGHT_MAX} requests at once; try again when one has ended"
+            self._decline(session, request_id, "a session has too many requests open", text, effects)
             return
+        if self._limiter is not None:
+            over = self._limiter.admit(session.peer.node_id, request.body, size_bytes, now)
+            if over is not None:
+                self._decline(session, request_id, over.reason, over.message, effects)
+                return
         deadline = now + request.deadline_ms / 1000
-        session.requests[request_id] = deadline
+        session.requests[request_id] = (deadline, size_bytes)
         self._open_requests += 1
         heapq.heappush(self._timers, (deadline, session.peer.session_id, request_id))
         effects.append(RequestOpened(session.peer, request_id, request.body, deadline))
+
+    def _decline(
+        self, session: _ServerSession, request_id: int, reason: str, message: str, effects: list[ServerEffect]
+    ) -> None:
+        """A request over a limit: the peer hears what it may do, we count it."""
+        self._refuse(reason, effects)
+        failure = Failure(request_id=request_id, code=FailureCode.RESOURCE_EXHAUSTED, message=message)
+        self._transmit(session, failure, effects)

@@ -3,15 +3,20 @@
 Rules
 - A job computes the KV of all its tokens but the last (the asker runs that one itself) and sends the asker the parts it
   lacks, while later segments are still being computed. Everything computed also goes into the worker's own store.
-- Jobs wait in one bounded queue, first come first served, and run one at a time: the model has one thread.
+- Jobs wait in one bounded queue that is fair between tenants and askers (kakeya_zmq.protocol.work_queue) and run one at a
+  time: the model has one thread.
+- The same prefix is computed once. A job whose KV is all in the store does not wait for the engine: neither when it comes,
+  nor when another asker's job has just computed it.
 - Capacity is checked when a job is submitted and reserved before it computes; a job that cannot fit never starts. Room is
   reserved for what is not there yet, after the job's own prefix has been marked as used, so that it is not evicted for it.
 - The same job id with the same content, from the same node, attaches to the job that exists (the older request ends with
   ABORTED, the transfer starts again on a new lane); other content under a used id is refused.
-- A request ends exactly once: by a reply, a failure, or silently when nobody waits any more.
+- A request ends exactly once: by a reply, a failure, or silently when nobody waits any more. A job ends at its deadline
+  at the latest. Ended jobs are remembered for a while; their ids are not taken for other content.
 
 Theory of operation
     queued --start--> importing --> computing --> draining --> ended
+       '---- all of it is in the store ------------^
 A job *starts* by opening an engine session and binding a sender lane; it *imports* its own longest cached prefix, *computes*
 the rest segment by segment, then *drains*: the lane holds the last parts until the asker says TransferDone. A job whose KV
 is all in the store drains at once and needs no engine. It may end in every phase (cancelled, deadline, peer lost, lane or
@@ -21,7 +26,6 @@ session of the last one has been closed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -40,22 +44,18 @@ from kakeya_zmq.engine import (
 )
 from kakeya_zmq.protocol.effects import (
     AddCredit,
-    BindSender,
     CancelCommand,
     CloseLane,
     CommandEnded,
     CommandEvent,
     Count,
     Effect,
-    FeedSender,
     HostEvent,
     LaneFinished,
-    LaneId,
     LaneOpened,
     Note,
     RequestArrived,
     RequestCancelled,
-    RequestKey,
     RunCommand,
     SendFailure,
     SendProgress,
@@ -64,18 +64,18 @@ from kakeya_zmq.protocol.effects import (
     UpdateArrived,
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator
+from kakeya_zmq.protocol.work_history import JobState, JobView
 from kakeya_zmq.protocol.work_job import (
     Job,
     JobPhase,
     WorkSettings,
     check_submission,
-    content_digest,
-    lane_bytes,
     make_job,
     parts_bytes,
 )
+from kakeya_zmq.protocol.work_lane import bind_lane, drop_lane, feed_lane
+from kakeya_zmq.protocol.work_table import JobTable
 from kakeya_zmq.store import BlockStore
-from wire.bulk import choose_suite
 from wire.errors import CapacityError, FailureCode, InvalidInput, RequestFailed
 from wire.messages import (
     Credit,
@@ -87,7 +87,7 @@ from wire.messages import (
     UpdateBody,
 )
 
-__all__ = ["JobPhase", "WorkService", "WorkSettings"]
+__all__ = ["JobPhase", "JobState", "JobView", "WorkService", "WorkSettings"]
 
 SPEED_WEIGHT = 0.25
 """Weight of a new sample in the moving average of the speed."""
@@ -122,9 +122,7 @@ class WorkService:
         self._has_aes = has_aes
         self._settings = settings or WorkSettings()
         self._job_number = 0
-        self._queue: deque[Job] = deque()
-        self._running: Job | None = None
-        self._draining: list[Job] = []
+        self._table = JobTable(self._settings)
         self._closing: Ticket | None = None
         """The CloseSession of the job that ran last, until it has ended."""
         self._stopping: str | None = None
@@ -140,61 +138,85 @@ class WorkService:
 
     @property
     def queued_jobs(self) -> int:
-        return len(self._queue)
+        return len(self._table.queued)
 
     @property
     def running_jobs(self) -> int:
         """Jobs that have started and not ended; at most one of them computes."""
-        return int(self._running is not None) + len(self._draining)
+        return len(self._table.under_way())
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens still to compute in queued and running jobs, as far as known (a queued job may find a prefix)."""
-        running = [self._running] if self._running else []
-        return sum(job.remaining_tokens for job in [*running, *self._queue])
+        """Tokens still to compute in queued and running jobs, as far as known."""
+        return self._table.queued_tokens()
+
+    @property
+    def load(self) -> float:
+        """How much of the room for jobs is taken, 0 to 1."""
+        return min(1.0, len(self._table.active()) / self._settings.max_jobs)
 
     @property
     def idle(self) -> bool:
-        return not self._jobs() and self._closing is None
+        return not self._table.active() and self._closing is None
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever :meth:`jobs` may tell something new; a reader that has seen this number need not look again."""
+        return self._table.changes
+
+    def jobs(self, now: float) -> tuple[JobView, ...]:
+        """Every job: those that ended within the TTL (oldest ending first), the ones under way, then the queue in the order
+        in which it is going to start."""
+        return self._table.views(now, self._speed)
 
     def deadline(self) -> float | None:
-        """Nothing here runs on a clock: requests carry their own deadlines, lanes their own idle time-outs."""
-        return None
+        """When to send a Tick, seconds on the clock of ``now``: the first deadline of a job."""
+        return self._table.deadline()
 
     # --- the machine -------------------------------------------------------------------------------------------
 
     def on(self, event: HostEvent, now: float) -> list[Effect]:
         """Advance by one event; events that are not this machine's are ignored."""
+        return [*self._pass_time(now), *self._on(event, now)]
+
+    def _on(self, event: HostEvent, now: float) -> list[Effect]:
         match event:
             case RequestArrived(body=SubmitJob() as body):
                 return self._submit(event, body, now)
             case UpdateArrived(key=key, body=body):
-                job = self._find(key)
+                job = self._table.find(key)
                 return [] if job is None else self._update(job, body, now)
             case RequestCancelled(key=key, reason=reason):
-                job = self._find(key)
+                job = self._table.find(key)
                 return [] if job is None else self._abandon(job, reason, now)
             case LaneOpened(lane=lane, grant=grant):
-                job = self._find_lane(lane)
+                job = self._table.find_lane(lane)
                 if job is None:
                     return []
                 job.lane_ready = True
-                return [SendProgress(job.key, grant), *self._feed(job)]
+                return [SendProgress(job.key, grant), *feed_lane(job)]
             case LaneFinished():
                 return self._lane_finished(event, now)
             case CommandEvent(ticket=ticket, event=engine_event):
-                job = self._running
+                job = self._table.running
                 return [] if job is None or job.ticket != ticket else self._engine_event(job, engine_event, now)
             case CommandEnded(ticket=ticket):
                 return self._command_ended(ticket, now)
             case _:
                 return []
 
+    def _pass_time(self, now: float) -> list[Effect]:
+        """End the jobs whose time is over; whoever serves the requests may have done so already."""
+        effects: list[Effect] = []
+        for job in self._table.late(now):
+            effects += self._give_up(job, FailureCode.DEADLINE_EXCEEDED, "the job was not done within its deadline", now)
+        return effects
+
     def shutdown(self, reason: str, now: float) -> list[Effect]:
         """End every job with UNAVAILABLE, so that askers can go elsewhere at once, and take no new ones."""
         self._stopping = reason
         effects: list[Effect] = []
-        for job in self._jobs():
+        for job in self._table.active():
             effects += self._fail(job, FailureCode.UNAVAILABLE, reason, now)
         return effects
 
@@ -202,15 +224,20 @@ class WorkService:
 
     def _submit(self, event: RequestArrived, body: SubmitJob, now: float) -> list[Effect]:
         try:
-            job = self._admit(event, body)
+            job = self._admit(event, body, now)
         except RequestFailed as error:
             return [Count("jobs_refused"), SendFailure(event.key, error.code, str(error))]
         if job.key != event.key:
-            return self._attach(job, event.key, body)
-        self._queue.append(job)
-        return [Count("jobs_accepted"), SendProgress(event.key, self._accepted(job)), *self._start_next(now)]
+            return self._attach(job, event, body)
+        job.expected_reuse = best_boundary(job.chain, self._facts.requirement, self._store.has)
+        if job.expected_reuse == job.target:
+            accepted = JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)
+            return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._serve(job, now)]
+        self._table.enqueue(job)
+        accepted = self._table.accepted(job, self._speed)
+        return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._start_next(now)]
 
-    def _admit(self, event: RequestArrived, body: SubmitJob) -> Job:
+    def _admit(self, event: RequestArrived, body: SubmitJob, now: float) -> Job:
         """A new job, or the one that exists under this id.
 
         Raises:
@@ -219,52 +246,35 @@ class WorkService:
         if self._stopping is not None:
             raise RequestFailed(FailureCode.UNAVAILABLE, self._stopping)
         tokens = check_submission(body, self._facts, self._fingerprint, self._settings)
-        known = next((j for j in self._jobs() if j.node_id == event.node_id and j.body.job_id == body.job_id), None)
+        known = self._table.find_same(event.node_id, body, now)
         if known is not None:
-            if known.content_digest != content_digest(body):
-                raise RequestFailed(FailureCode.INVALID_ARGUMENT, "this job id is in use for another prompt")
             return known
-        if len(self._queue) + self.running_jobs >= self._settings.max_jobs:
-            raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, f"the job queue is full ({self._settings.max_jobs} jobs)")
         self._job_number += 1
-        job = make_job(
-            key=event.key,
-            node_id=event.node_id,
-            body=body,
-            tokens=tokens,
-            facts=self._facts,
-            tenant_key=self._tenant_key,
-            number=self._job_number,
-        )
+        job = make_job(event, body, tokens, facts=self._facts, tenant_key=self._tenant_key, number=self._job_number, now=now)
         needed_bytes = parts_bytes(self._facts, job.chain, job.needed)
         if needed_bytes > self._store.max_bytes:
             text = f"the prompt's KV needs {needed_bytes} bytes and this worker's cache holds {self._store.max_bytes}"
             raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text)
         return job
 
-    def _accepted(self, job: Job) -> JobAccepted:
-        """What stands between a job and its start."""
-        ahead: list[Job] = []
-        if job.phase is JobPhase.QUEUED:
-            queued = list(self._queue)
-            ahead = [*([self._running] if self._running else []), *queued[: queued.index(job)]]
-        tokens = sum(other.remaining_tokens for other in ahead)
-        speed = self.tokens_per_second or self._settings.default_tokens_per_second
-        return JobAccepted(queued_jobs=len(ahead), queued_tokens=tokens, eta_ms=int(tokens / speed * 1000))
+    @property
+    def _speed(self) -> float:
+        return self.tokens_per_second or self._settings.default_tokens_per_second
 
-    def _attach(self, job: Job, key: RequestKey, body: SubmitJob) -> list[Effect]:
+    def _attach(self, job: Job, request: RequestArrived, body: SubmitJob) -> list[Effect]:
         """Serve the newer request; it may want other chunks and seals, and has nothing of what the old lane sent."""
         effects: list[Effect] = [
             Count("jobs_attached"),
             SendFailure(job.key, FailureCode.ABORTED, "the job was taken over by a newer request"),
-            *self._drop_lane(job, "taken over"),
+            *drop_lane(job, "taken over"),
         ]
-        job.key = key
+        self._table.rename(job, request.key)
+        job.deadline = request.deadline
         job.body = body
         job.fed = 0
         job.final_fed = False
         job.asker_done = False
-        effects.append(SendProgress(key, self._accepted(job)))
+        effects.append(SendProgress(job.key, self._table.accepted(job, self._speed)))
         if job.phase is not JobPhase.QUEUED:
             effects += self._bind_lane(job)
         return effects
@@ -273,31 +283,50 @@ class WorkService:
 
     def _start_next(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._running is None and self._closing is None and self._queue:
-            effects += self._start(self._queue.popleft(), now)
+        while self._table.running is None and self._closing is None:
+            job = self._table.take_next()
+            if job is None:
+                break
+            effects += self._start(job, now)
+        return effects
+
+    def _serve(self, job: Job, now: float) -> list[Effect]:
+        """Everything is in the store: nothing to import or compute, since this worker never decodes."""
+        held = [part for ref in job.needed if (part := self._store.get(ref)) is not None]
+        self._store.touch(job.needed, now)
+        job.position = job.tokens_reused = job.target
+        job.make_ready(held)
+        self._table.drain(job)
+        return [*self._bind_lane(job), Count("job_tokens_reused", job.target), Count("jobs_computed"), self._progress(job)]
+
+    def _serve_same(self, done: Job, now: float) -> list[Effect]:
+        """Serve the waiting jobs whose prompts a job has just computed, as far as the store kept them."""
+        ends = {block.block_hash for block in done.chain.blocks}
+        effects: list[Effect] = []
+        for job in self._table.queued:
+            if job.chain.blocks[-1].block_hash in ends and all(map(self._store.has, job.needed)):
+                effects += [Count("jobs_shared"), *self._serve(job, now)]
         return effects
 
     def _start(self, job: Job, now: float) -> list[Effect]:
         requirement = self._facts.requirement
         position = best_boundary(job.chain, requirement, self._store.has)
+        if position == job.target:
+            return self._serve(job, now)
         refs = needed_parts(job.chain, position, requirement)
         held = [part for ref in refs if (part := self._store.get(ref)) is not None]
         self._store.touch(refs, now)
         lacking_bytes = parts_bytes(self._facts, job.chain, (ref for ref in job.needed if not self._store.has(ref)))
-        if lacking_bytes > 0 and position < job.target:
+        if lacking_bytes > 0:
             try:
                 self._store.reserve(job.reservation_id, lacking_bytes, now)
             except CapacityError as error:
                 return self._fail(job, FailureCode.RESOURCE_EXHAUSTED, str(error), now)
-        self._running = job
+        self._table.run(job, position)
         job.phase = JobPhase.IMPORTING
         job.tokens_reused = position
         job.make_ready(held)
         effects = self._bind_lane(job)
-        if position == job.target:
-            # Everything is here already: nothing to import, since this worker never decodes.
-            job.position = position
-            return [*effects, Count("job_tokens_reused", position), *self._finish_compute(job, now)]
         job.session_open = True
         effects.append(RunCommand(self._ids.ticket(), OpenSession(job.engine_session)))
         if position == 0:
@@ -314,13 +343,14 @@ class WorkService:
         return [
             RunCommand(job.ticket, Prefill(job.engine_session, remaining, capture=True)),
             self._progress(job),
-            *self._feed(job),
+            *feed_lane(job),
         ]
 
     def _engine_event(self, job: Job, event: Event, now: float) -> list[Effect]:
         match event:
             case PrefixImported(position=position):
                 job.position = position
+                self._table.changes += 1
                 return [Count("job_tokens_reused", position)]
             case SegmentComputed(position=position, parts=raw_parts):
                 computed = position - job.position
@@ -329,9 +359,10 @@ class WorkService:
                 except ValueError:  # the engine cut other blocks than the chain has: nothing that can be sent
                     return self._fail(job, FailureCode.INTERNAL, "the engine's parts do not fit the prompt", now)
                 job.position = position
+                self._table.changes += 1
                 job.make_ready(parts)
                 kept = self._keep(job, parts, now)
-                return [Count("job_tokens_computed", computed), *kept, self._progress(job), *self._feed(job)]
+                return [Count("job_tokens_computed", computed), *kept, self._progress(job), *feed_lane(job)]
             case CommandFailed(message=message):
                 if job.phase is JobPhase.IMPORTING:
                     return self._recover_import(job, message)
@@ -352,7 +383,7 @@ class WorkService:
         if ticket == self._closing:
             self._closing = None
             return self._start_next(now)
-        job = self._running
+        job = self._table.running
         if job is None or job.ticket != ticket:
             return []
         job.ticket = None
@@ -363,15 +394,12 @@ class WorkService:
         return self._finish_compute(job, now)
 
     def _finish_compute(self, job: Job, now: float) -> list[Effect]:
-        computed = job.target - job.tokens_reused
-        if computed > 0:
-            job.compute_ms = (now - job.compute_started) * 1000
-            self._measure(computed, job.compute_ms)
-        job.ready_final = True
-        job.phase = JobPhase.DRAINING
-        self._draining.append(job)
-        self._running = None
-        return [Count("jobs_computed"), self._progress(job), *self._feed(job), *self._release_engine(job)]
+        assert job.compute_started is not None, "what is all in the store is not computed"
+        job.compute_ms = (now - job.compute_started) * 1000
+        self._measure(job.target - job.tokens_reused, job.compute_ms)
+        self._table.drain(job)
+        own = [Count("jobs_computed"), self._progress(job), *feed_lane(job), *self._release_engine(job)]
+        return [*own, *self._serve_same(job, now)]
 
     def _measure(self, computed_tokens: int, elapsed_ms: float) -> None:
         if elapsed_ms <= 0:
@@ -405,31 +433,7 @@ class WorkService:
     # --- lanes -------------------------------------------------------------------------------------------------------
 
     def _bind_lane(self, job: Job) -> list[Effect]:
-        chunk_bytes, credit_bytes = lane_bytes(job.body)
-        job.lane = self._ids.lane()
-        job.lane_ready = False
-        suite = choose_suite(job.body.suites, has_aes=self._has_aes)
-        return [BindSender(job.lane, suite, chunk_bytes, credit_bytes, job.body.link_codec, job.body.value_bytes)]
-
-    def _feed(self, job: Job) -> list[Effect]:
-        """Give the lane what it has not got yet; the final feed happens once for each lane."""
-        if job.lane is None or not job.lane_ready or job.final_fed or job.asker_done:
-            return []
-        if job.phase is JobPhase.IMPORTING:
-            # Parts of a prefix that is still being imported may yet turn out bad.
-            return []
-        fresh = tuple(job.ready[job.fed :])
-        if not fresh and not job.ready_final:
-            return []
-        job.fed = len(job.ready)
-        job.final_fed = job.ready_final
-        return [FeedSender(job.lane, fresh, job.ready_final)]
-
-    def _drop_lane(self, job: Job, reason: str) -> list[Effect]:
-        """Let go of the lane; it ends without us."""
-        lane, job.lane, job.lane_ready = job.lane, None, False
-        # Once the asker is done the lane is closing already, and well.
-        return [] if lane is None or job.asker_done else [CloseLane(lane, False, reason)]
+        return bind_lane(job, self._ids.lane(), has_aes=self._has_aes)
 
     def _update(self, job: Job, body: UpdateBody, now: float) -> list[Effect]:
         match body:
@@ -439,16 +443,16 @@ class WorkService:
                 if job.asker_done:
                     return []
                 if not complete:
-                    return self._fail(job, FailureCode.ABORTED, "the asker gave the transfer up", now)
+                    return self._give_up(job, FailureCode.ABORTED, "the asker gave the transfer up", now)
                 if job.lane is None:
-                    return self._fail(job, FailureCode.ABORTED, "the asker ended the transfer before it began", now)
+                    return self._give_up(job, FailureCode.ABORTED, "the asker ended the transfer before it began", now)
                 job.asker_done = True
                 return [CloseLane(job.lane, True, "done")]
             case _:
                 assert_never(body)
 
     def _lane_finished(self, event: LaneFinished, now: float) -> list[Effect]:
-        job = self._find_lane(event.lane)
+        job = self._table.find_lane(event.lane)
         if job is None:
             return []
         job.lane = None
@@ -461,44 +465,35 @@ class WorkService:
             sent_bytes=event.transferred_bytes,
         )
         sent = Count("job_bytes_sent", event.transferred_bytes)
-        return [Count("jobs_completed"), sent, SendReply(job.key, result), *self._end(job, "done", now)]
+        return [Count("jobs_completed"), sent, SendReply(job.key, result), *self._end(job, JobState.COMPLETED, "", now)]
 
     # --- endings ---------------------------------------------------------------------------------------------------
 
     def _fail(self, job: Job, code: FailureCode, message: str, now: float) -> list[Effect]:
-        return [Count("jobs_failed"), SendFailure(job.key, code, message), *self._end(job, message, now)]
+        failure = SendFailure(job.key, code, message)
+        return [Count("jobs_failed"), failure, *self._end(job, JobState.FAILED, message, now)]
+
+    def _give_up(self, job: Job, code: FailureCode, message: str, now: float) -> list[Effect]:
+        """Nobody waits for it any more, but its request is still open."""
+        failure = SendFailure(job.key, code, message)
+        return [Count("jobs_cancelled"), failure, *self._end(job, JobState.CANCELLED, message, now)]
 
     def _abandon(self, job: Job, reason: str, now: float) -> list[Effect]:
-        # An asker that has everything may hang up before the reply.
-        return [Count("jobs_completed" if job.asker_done else "jobs_cancelled"), *self._end(job, reason, now)]
+        if job.asker_done:  # an asker that has everything may hang up before the reply
+            return [Count("jobs_completed"), *self._end(job, JobState.COMPLETED, "", now)]
+        return [Count("jobs_cancelled"), *self._end(job, JobState.CANCELLED, reason, now)]
 
-    def _end(self, job: Job, reason: str, now: float) -> list[Effect]:
-        effects = self._drop_lane(job, reason)
-        job.phase = JobPhase.ENDED
-        if job in self._queue:
-            self._queue.remove(job)
-        if job in self._draining:
-            self._draining.remove(job)
-        if self._running is job:
-            self._running = None
+    def _end(self, job: Job, state: JobState, reason: str, now: float) -> list[Effect]:
+        computing = self._table.running is job
+        effects = drop_lane(job, reason or "done")
+        self._table.end(job, state, reason, now)
+        if computing:
             if job.ticket is not None:
                 effects.append(CancelCommand(job.ticket))
             # The runner keeps commands of one engine session in order, so the close comes after the cancelled one.
             effects += self._release_engine(job)
         return effects
 
-    # --- looking things up -------------------------------------------------------------------------------------------
-
     def _progress(self, job: Job) -> Effect:
         body = JobProgress(tokens_done=job.position, tokens_total=job.target, tokens_reused=job.tokens_reused)
         return SendProgress(job.key, body)
-
-    def _jobs(self) -> list[Job]:
-        running = [self._running] if self._running else []
-        return [*running, *self._draining, *self._queue]
-
-    def _find(self, key: RequestKey) -> Job | None:
-        return next((job for job in self._jobs() if job.key == key), None)
-
-    def _find_lane(self, lane: LaneId) -> Job | None:
-        return next((job for job in self._jobs() if job.lane == lane), None)

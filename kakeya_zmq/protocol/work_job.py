@@ -6,17 +6,22 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 import numpy as np
 
 from kakeya_zmq.blocks import Chain, Part, needed_parts
 from kakeya_zmq.compat import chain_hashes
 from kakeya_zmq.engine import ModelFacts, TokenArray
-from kakeya_zmq.protocol.effects import LaneId, RequestKey, Ticket
+from kakeya_zmq.protocol.effects import LaneId, RequestArrived, RequestKey, Ticket
+from kakeya_zmq.protocol.work_history import JobState
 from kakeya_zmq.store import ReservationId
 from wire.errors import FailureCode, RequestFailed
-from wire.limits import CHUNK_BYTES_MIN, PROMPT_TOKENS_MAX, TOKEN_BYTES, TRANSFER_BYTES_MAX
+from wire.ids import NodeId
+from wire.limits import CHUNK_BYTES_MIN, PROMPT_TOKENS_MAX, TOKEN_BYTES
 from wire.messages import PartKind, PartRef, SubmitJob
+
+ENDED_JOBS_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +30,18 @@ class WorkSettings:
 
     max_jobs: int = 128
     """Queued, running and draining jobs."""
+    max_jobs_per_asker: int = 64
+    """The same, of one asker."""
     max_prompt_tokens: int = PROMPT_TOKENS_MAX
     default_tokens_per_second: float = 20.0
     """Assumed until a job has been measured."""
+    ended_ttl_s: float = 600.0
+    """How long an ended job is remembered: shown, and its id not taken for another prompt."""
+
+    @property
+    def max_ended_jobs(self) -> int:
+        """Ended jobs that are remembered."""
+        return min(2 * self.max_jobs, ENDED_JOBS_MAX)
 
 
 class JobPhase(Enum):
@@ -44,7 +58,8 @@ class Job:
 
     key: RequestKey
     """The request that is answered; another one after an attach."""
-    node_id: str
+    node_id: NodeId
+    tenant: str
     body: SubmitJob
     content_digest: bytes
     tokens: TokenArray
@@ -55,6 +70,9 @@ class Job:
     """Those of them that the asker lacks: what is sent."""
     engine_session: str
     reservation_id: ReservationId
+    submitted_at: float
+    deadline: float
+    """When nobody waits for it any more, seconds: that of the present request."""
     phase: JobPhase = JobPhase.QUEUED
     session_open: bool = False
     lane: LaneId | None = None
@@ -69,7 +87,9 @@ class Job:
     final_fed: bool = False
     position: int = 0
     tokens_reused: int = 0
-    compute_started: float = 0.0
+    expected_reuse: int = 0
+    """While it waits: the prefix that was in the store when it came."""
+    compute_started: float | None = None
     compute_ms: float = 0.0
     ticket: Ticket | None = None
     """The import or prefill that is under way."""
@@ -81,8 +101,26 @@ class Job:
         return self.chain.tokens
 
     @property
+    def job_id(self) -> str:
+        return self.body.job_id.hex()
+
+    @property
+    def state(self) -> JobState:
+        """Of a job that has not ended."""
+        return JobState.QUEUED if self.phase is JobPhase.QUEUED else JobState.RUNNING
+
+    @property
     def remaining_tokens(self) -> int:
-        return self.target - self.position
+        """Tokens still to compute, as far as known."""
+        return self.target - (self.expected_reuse if self.phase is JobPhase.QUEUED else self.position)
+
+    def computed_per_second(self, now: float) -> float:
+        """Speed of what was computed for it so far, 0 when that is nothing."""
+        if self.compute_started is None:
+            return 0.0
+        elapsed_s = self.compute_ms / 1000 or now - self.compute_started
+        computed = self.position - self.tokens_reused
+        return computed / elapsed_s if computed > 0 and elapsed_s > 0 else 0.0
 
     def make_ready(self, parts: Iterable[Part]) -> None:
         """Add those parts that the asker lacks and that are not there yet."""
@@ -132,7 +170,14 @@ def check_submission(body: SubmitJob, facts: ModelFacts, fingerprint: bytes, set
 
 
 def make_job(
-    *, key: RequestKey, node_id: str, body: SubmitJob, tokens: TokenArray, facts: ModelFacts, tenant_key: bytes, number: int
+    request: RequestArrived,
+    body: SubmitJob,
+    tokens: TokenArray,
+    *,
+    facts: ModelFacts,
+    tenant_key: bytes,
+    number: int,
+    now: float,
 ) -> Job:
     """A queued job. ``number`` names its engine session and reservation; each is used once."""
     requirement = facts.requirement
@@ -140,8 +185,9 @@ def make_job(
     end_of = {block.block_hash: block.end for block in chain.blocks}
     needed = needed_parts(chain, chain.tokens, requirement)
     return Job(
-        key=key,
-        node_id=node_id,
+        key=request.key,
+        node_id=request.node_id,
+        tenant=facts.compatibility.tenant_namespace,
         body=body,
         content_digest=content_digest(body),
         tokens=tokens,
@@ -150,6 +196,8 @@ def make_job(
         wanted=frozenset(ref for ref in needed if end_of[ref.block_hash] > body.have_tokens),
         engine_session=f"job-{number}",
         reservation_id=ReservationId(f"job-{number}".encode()),
+        submitted_at=now,
+        deadline=request.deadline,
     )
 
 
@@ -167,9 +215,3 @@ def parts_bytes(facts: ModelFacts, chain: Chain, refs: Iterable[PartRef]) -> int
             case PartKind.STATE:
                 total += state
     return total
-
-
-def lane_bytes(body: SubmitJob) -> tuple[int, int]:
-    """(chunk bytes, credit bytes) of the job's lane: a chunk larger than the credit could never be sent."""
-    credit_bytes = min(body.credit_bytes, TRANSFER_BYTES_MAX)
-    return min(body.chunk_bytes_max, credit_bytes), credit_bytes

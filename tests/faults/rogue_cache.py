@@ -9,6 +9,7 @@ It is the real daemon with one thing changed:
 - ``silent``: it grants a transfer and sends nothing
 - ``dies``: it sends half of the parts and is gone
 - ``boasts``: it claims to hold everything it is asked for
+- ``forgets``: its leases are over after a moment, whatever was asked for
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from wire.limits import HASH_BYTES
 from wire.messages import Lookup, LookupReply
 
 MODES = ("wrong-bytes", "short-parts", "few-parts", "strange-parts", "silent", "dies", "boasts")
+FORGETS = "forgets"
+FORGETS_AFTER_MS = 300
 
 
-def _flipped(part: Part) -> Part:
+def flipped(part: Part) -> Part:
     wrong = bytearray(part.payload)
     for at in range(0, len(wrong), 64):
         wrong[at + 3] ^= 0x40  # the exponent of a little-endian float
@@ -57,7 +60,7 @@ def _rogue_feed(mode: str, honest: Any) -> Any:
         half = parts[: len(parts) // 2]
         match mode:
             case "wrong-bytes":
-                parts = tuple(map(_flipped, parts))
+                parts = tuple(map(flipped, parts))
             case "short-parts":
                 parts = tuple(map(_halved, parts))
             case "strange-parts":
@@ -92,10 +95,19 @@ def _boasting(honest: Any) -> Any:
     return on
 
 
+def _forgetting(honest: Any) -> Any:
+    def start(service: CacheService, *arguments: Any, **options: Any) -> None:
+        honest(service, *arguments, **{**options, "lease_ms_max": FORGETS_AFTER_MS})
+
+    return start
+
+
 if __name__ == "__main__":
     chosen = sys.argv[1]
-    assert chosen in MODES
-    if chosen == "boasts":
+    assert chosen in (*MODES, FORGETS)
+    if chosen == FORGETS:
+        CacheService.__init__ = _forgetting(CacheService.__init__)  # type: ignore[method-assign]
+    elif chosen == "boasts":
         CacheService.on = _boasting(CacheService.on)  # type: ignore[method-assign]
     else:
         BulkShell.feed = _rogue_feed(chosen, BulkShell.feed)  # type: ignore[method-assign]

@@ -1,27 +1,28 @@
-"""Processes of the fleet are killed, or stop answering, at every step of a request: the answer is that of a cold run."""
+"""Several processes are killed, or stop answering, at once; a job dies while it waits; the primary itself dies.
+
+One process at each step is the fault matrix's part (test_matrix.py).
+"""
 
 from __future__ import annotations
 
 import signal
-import threading
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kakeya_zmq.client import Client
 from tests import fleet_rig as rig
-from tests.fleet_rig import Answer, Fleet, Reference, answer, ask, prompt, wait_published, wait_until
+from tests.faults.requests import COUNT, Asking
+from tests.fleet_rig import Fleet, Reference, answer, ask, prompt, wait_published, wait_until
 from wire.errors import FailureCode, RequestFailed
-from wire.messages import PrefillProgress, SourceKind
+from wire.messages import SourceKind
 
-COUNT = 16
 LONG = 4_000
 DEADLINE_S = 60.0
 """Above every timeout that the primary of the rig is started with, taken together."""
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+BOTH = ("worker", "cache")
 SIGNALS = [pytest.param(KILL, id="killed"), pytest.param(STOP, id="frozen")]
 
 
@@ -48,43 +49,6 @@ def fleet(running: Fleet) -> Iterator[Fleet]:
     running.heal()
     yield running
     running.show_logs()
-
-
-class Appending:
-    """An append and a generation on a thread of their own, so that the test can act meanwhile."""
-
-    def __init__(self, client: Client, tokens: list[int], **options: Any) -> None:
-        self._client = client
-        self._tokens = tokens
-        self._options = options
-        self._found: Answer | BaseException | None = None
-        self.working = threading.Event()
-        """Set with the first sign that a worker computes."""
-        self._thread = threading.Thread(target=self._run, name="appending")
-        self._thread.start()
-
-    def _run(self) -> None:
-        def progressed(progress: PrefillProgress) -> None:
-            if progress.source is SourceKind.WORKER and progress.tokens_done > 0:
-                self.working.set()
-
-        try:
-            with self._client.create_session(**self._options) as session:
-                self._found = ask(session, self._tokens, COUNT, DEADLINE_S, on_progress=progressed)
-        except BaseException as error:  # whatever it was, the test's thread must see it
-            self._found = error
-
-    def result(self) -> Answer:
-        self._thread.join(2 * DEADLINE_S)
-        assert not self._thread.is_alive(), "the request hangs"
-        if isinstance(self._found, BaseException):
-            raise self._found
-        assert self._found is not None
-        return self._found
-
-
-def prefill(client: Client) -> dict[str, Any]:
-    return dict(client.status().sections["prefill"])
 
 
 def hit(fleet: Fleet, nodes: tuple[str, ...], number: signal.Signals) -> None:
@@ -118,16 +82,13 @@ def told(client: Client, *words: str) -> bool:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("victims", [("worker",), ("worker", "cache")], ids=["worker", "both"])
-def test_while_the_worker_computes(
-    fleet: Fleet, reference: Reference, victims: tuple[str, ...], number: signal.Signals
-) -> None:
-    tokens = prompt(LONG, seed=1_000 + number + 100 * len(victims))
+def test_while_the_worker_computes(fleet: Fleet, reference: Reference, number: signal.Signals) -> None:
+    tokens = prompt(LONG, seed=1_000 + number)
     with fleet["primary"].client() as client:
         failures = rig.figure(client, "prefill", "remote_job_failures")
-        request = Appending(client, tokens)
+        request = Asking(client, tokens, DEADLINE_S)
         assert request.working.wait(DEADLINE_S)
-        hit(fleet, victims, number)
+        hit(fleet, BOTH, number)
         said = request.result()
         assert said.tokens == reference.answer(tokens, COUNT)
         # What had arrived is kept, the rest is computed here.
@@ -143,9 +104,9 @@ def test_while_a_job_waits_in_the_queue(fleet: Fleet, reference: Reference, numb
     first, second = prompt(LONG, seed=2_000 + number), prompt(700, seed=2_100 + number)
     with fleet["primary"].client() as client, fleet["worker"].client() as worker:
         failures = rig.figure(client, "prefill", "remote_job_failures")
-        running = Appending(client, first)
+        running = Asking(client, first, DEADLINE_S)
         assert running.working.wait(DEADLINE_S)
-        waiting = Appending(client, second)
+        waiting = Asking(client, second, DEADLINE_S)
         wait_until(lambda: rig.figure(worker, "worker", "queued_jobs") >= 1, "a job waits")
         hit(fleet, ("worker",), number)
         said = [running.result(), waiting.result()]
@@ -155,88 +116,25 @@ def test_while_a_job_waits_in_the_queue(fleet: Fleet, reference: Reference, numb
         assert_healthy(fleet, client)
 
 
-# --- a lookup and a fetch --------------------------------------------------------------------------------------------
+# --- a lookup --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-@pytest.mark.parametrize("victims", [("cache",), ("worker", "cache")], ids=["cache", "both"])
-def test_while_caches_are_asked(
-    fleet: Fleet, reference: Reference, victims: tuple[str, ...], number: signal.Signals
-) -> None:
-    tokens = prompt(900, seed=3_000 + number + 100 * len(victims))
+def test_while_caches_are_asked(fleet: Fleet, reference: Reference, number: signal.Signals) -> None:
+    tokens = prompt(900, seed=3_000 + number)
     with fleet["primary"].client() as client:
         seed_caches(fleet, client, tokens)
         rig.wait_idle(client)
         # Frozen first, so that the question is certainly open when the process dies.
-        hit(fleet, victims, STOP)
-        excluded = [] if "worker" in victims else ["worker"]
-        request = Appending(client, tokens, use_local_cache=False, exclude_nodes=excluded)
-        wait_until(lambda: rig.figure(client, "node", "open_asks") >= len(victims), "the caches are being asked")
-        hit(fleet, victims, number)
+        hit(fleet, BOTH, STOP)
+        request = Asking(client, tokens, DEADLINE_S, use_local_cache=False)
+        wait_until(lambda: rig.figure(client, "node", "open_asks") >= len(BOTH), "the caches are being asked")
+        hit(fleet, BOTH, number)
         said = request.result()
         assert said.tokens == reference.answer(tokens, COUNT)
         assert said.reused == {SourceKind.COMPUTED: len(tokens) - 1}
-        assert all(f"cache {node}" in said.reasons for node in victims)
+        assert all(f"cache {node}" in said.reasons for node in BOTH)
         assert told(client, "cache cache")
-        assert_healthy(fleet, client)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_while_parts_are_fetched(fleet: Fleet, reference: Reference, number: signal.Signals) -> None:
-    tokens = prompt(LONG, seed=4_000 + number)
-    with fleet["primary"].client() as client:
-        seed_caches(fleet, client, tokens)
-        before = prefill(client)
-        request = Appending(client, tokens, use_local_cache=False, exclude_nodes=["worker"])
-        wait_until(lambda: rig.figure(client, "prefill", "fetches") > before.get("fetches", 0), "a fetch began")
-        hit(fleet, ("cache",), number)
-        said = request.result()
-        after = prefill(client)
-        done = {
-            name: after.get(name, 0) - before.get(name, 0) for name in ("fetches", "fetches_completed", "fetch_failures")
-        }
-        assert said.tokens == reference.answer(tokens, COUNT)
-        # The signal may have come after the last byte; that a fetch did break off is tests/faults/test_corruption.py's part.
-        assert done["fetches_completed"] + done["fetch_failures"] == done["fetches"] > 0
-        assert_healthy(fleet, client)
-
-
-# --- publishing and decoding -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_while_new_kv_is_published(fleet: Fleet, reference: Reference, number: signal.Signals) -> None:
-    tokens = prompt(900, seed=5_000 + number)
-    with fleet["primary"].client() as client, client.create_session() as session:
-        rig.wait_idle(client)
-        before = prefill(client)
-        hit(fleet, ("cache",), STOP)
-        said = ask(session, tokens, COUNT)
-        wait_until(lambda: prefill(client)["publish_attempts"] > before["publish_attempts"], "publishing began")
-        hit(fleet, ("cache",), number)
-        # Nobody waits for it: the conversation goes on.
-        history = tokens + said.tokens
-        more = ask(session, prompt(50, seed=5_100), COUNT)
-        assert said.tokens == reference.answer(tokens, COUNT)
-        assert more.tokens == reference.answer(history + prompt(50, seed=5_100), COUNT)
-        wait_until(lambda: prefill(client)["publish_failures"] > before["publish_failures"], "the failure is counted", 40)
-        assert "publish to cache" in prefill(client)["last_publish_error"]
-        assert_healthy(fleet, client)
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_while_tokens_are_decoded(fleet: Fleet, reference: Reference, number: signal.Signals) -> None:
-    tokens = prompt(600, seed=6_000 + number)
-    with fleet["primary"].client() as client, client.create_session() as session:
-        session.append(tokens, timeout_s=DEADLINE_S)
-        found: list[int] = []
-        for token in session.generate(200, inter_token_timeout_s=DEADLINE_S):
-            found.append(token)
-            if len(found) == 20:
-                hit(fleet, ("worker", "cache"), number)
-        assert found == reference.answer(tokens, 200)
-        for node in ("worker", "cache"):
-            wait_until(partial(told, client, node, "lost"), f"the status tells that {node} is lost")
         assert_healthy(fleet, client)
 
 
@@ -246,7 +144,7 @@ def test_while_tokens_are_decoded(fleet: Fleet, reference: Reference, number: si
 def test_the_primary_itself_dies_and_finds_everything_again(fleet: Fleet, reference: Reference) -> None:
     tokens = prompt(LONG, seed=7_000)
     with fleet["primary"].client() as client:
-        request = Appending(client, tokens)
+        request = Asking(client, tokens, DEADLINE_S)
         assert request.working.wait(DEADLINE_S)
         fleet["primary"].kill()
         with pytest.raises(RequestFailed) as caught:

@@ -15,7 +15,8 @@ import pytest
 import zmq
 
 from kakeya_zmq.io.control_client import NOBODY_THERE, NOT_A_NODE, WRONG_PSK, ControlClient, LinkState, OutgoingRequest
-from kakeya_zmq.io.control_server import REFUSED_WRONG_PSK, ControlServer, IncomingRequest
+from kakeya_zmq.io.connections import REFUSED_NOT_OURS, REFUSED_WRONG_PSK
+from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
@@ -561,7 +562,7 @@ def test_a_flood_by_a_stranger_costs_no_memory(world: World) -> None:
     thread.start()
     asked = [Asked(world.client(server.address, local=node(f"client-{number}"))) for number in range(3)]
     world.until(lambda: all(each.over for each in asked))
-    world.until(lambda: server.refusals[REFUSED_WRONG_PSK] >= 20)
+    world.until(lambda: server.refusals[REFUSED_NOT_OURS] >= 20)
     stop.set()
     thread.join(WAIT_S)
     assert not thread.is_alive()

@@ -17,13 +17,15 @@ class SlowLink:
 
     Args:
         port: where the server listens.
-        megabytes_per_second: from the server to the client; the other way is not slowed down.
+        megabytes_per_second: from the server to the client; the other way is not slowed down. It may be changed while
+            bytes pass.
+        listen: address and port to serve on; port 0 picks a free one.
     """
 
-    def __init__(self, port: int, megabytes_per_second: float) -> None:
+    def __init__(self, port: int, megabytes_per_second: float, listen: tuple[str, int] = (HOST, 0)) -> None:
         self._target = (HOST, port)
-        self._seconds_per_byte = 1 / (megabytes_per_second * 1e6)
-        self._listener = socket.create_server((HOST, 0))
+        self.megabytes_per_second = megabytes_per_second
+        self._listener = socket.create_server(listen)
         self._ended = threading.Event()
         self._sockets: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._accept)]
@@ -51,7 +53,11 @@ class SlowLink:
         with contextlib.suppress(OSError):  # closed
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(self._target, timeout=5)
+                try:
+                    server = socket.create_connection(self._target, timeout=5)
+                except OSError:  # nothing serves there at the moment
+                    client.close()
+                    continue
                 server.settimeout(None)
                 self._sockets += [client, server]
                 for source, sink, slow in ((client, server, False), (server, client, True)):
@@ -64,7 +70,7 @@ class SlowLink:
             while piece := source.recv(PIECE_BYTES):
                 if slow:
                     self.passed_bytes += len(piece)
-                    self._ended.wait(len(piece) * self._seconds_per_byte)
+                    self._ended.wait(len(piece) / (self.megabytes_per_second * 1e6))
                 sink.sendall(piece)
         for one in (source, sink):
             with contextlib.suppress(OSError):  # closed before

@@ -72,10 +72,11 @@ class InferenceMachine(RuleBasedStateMachine):
             self.host.models[created.session_id].clean = False
 
     @precondition(lambda self: self.host.service.session_count)
-    @rule(choice=pick, count=st.integers(0, 60))
-    def append(self, choice: int, count: int) -> None:
+    @rule(choice=pick, count=st.integers(0, 60), alike=st.booleans())
+    def append(self, choice: int, count: int, alike: bool = False) -> None:
+        """``alike``: a prefix of tokens that others append, too, perhaps at the same time."""
         self.seed += 1
-        self.host.append(self.choose(choice), tokens_of(count, seed=self.seed))
+        self.host.append(self.choose(choice), tokens_of(60, seed=0)[:count] if alike else tokens_of(count, seed=self.seed))
 
     @precondition(lambda self: self.host.service.session_count)
     @rule(choice=pick, max_tokens=st.integers(1, 40))
@@ -105,6 +106,20 @@ class InferenceMachine(RuleBasedStateMachine):
                 self.host.step(choice)
             if key in self.host.open:
                 self.host.cancel(key)
+
+    @rule(lengths=st.lists(st.integers(20, 60), min_size=2, max_size=2), steps=st.integers(0, 4))
+    def append_alike_at_once(self, lengths: list[int], steps: int) -> None:
+        """Fresh sessions with prompts that begin alike: some wait for others."""
+        before = set(self.host.service._sessions)
+        for length in lengths:
+            key = self.host.ask(CreateSession())
+            self.note_cuts(before)
+            created = self.host.outcomes[key]
+            if isinstance(created, SessionCreated):
+                self.host.append(created.session_id, tokens_of(60, seed=0)[:length])
+                before = set(self.host.service._sessions)
+        for _ in range(steps):
+            self.host.step()
 
     @precondition(lambda self: self.host.open)
     @rule(choice=pick)

@@ -1,8 +1,10 @@
 """Random interleavings of askers, lanes, the engine and a small shared store around the worker's job queue.
 
 The host (tests.unit.work_kit) checks every effect: each request ends once, a lane gets exactly what its asker lacks, each
-part once and with the right bytes, then one final feed; one engine session at a time. At the end everything is drained and
-nothing may be left: no request, lane, engine session or reservation.
+part once and with the right bytes, then one final feed; one engine session at a time. Jobs only move forward, to exactly one
+final state, whatever comes first of cancel, deadline, crash and completion. Others lease parts of the store and change its
+budget meanwhile: what is leased is never evicted, and used and reserved room never exceed the budget. At the end everything
+is drained and nothing may be left: no request, lane, engine session or reservation.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kakeya_zmq.protocol.work import WorkSettings
+from kakeya_zmq.protocol.effects import Tick
+from kakeya_zmq.protocol.work import JobState, JobView, WorkSettings
 from tests.unit.preparation_kit import BLOCK, REQUIREMENTS, all_parts, new_store, tokens_of
 from tests.unit.work_kit import WorkHost
 from wire import limits
+from wire.ids import LeaseId
+from wire.messages import PartRef
 
 SHARED = tokens_of(5 * BLOCK, seed=1)
 PROMPTS = [
@@ -35,8 +40,10 @@ class WorkMachine(RuleBasedStateMachine):
         prompt = PROMPTS[filled % len(PROMPTS)]
         parts = all_parts(prompt[:-1], requirement)
         store = new_store(parts[: filled % (len(parts) + 1)], max_bytes=store_bytes)
-        self.host = WorkHost(requirement, store=store, settings=WorkSettings(max_jobs=4))
+        self.host = WorkHost(requirement, store=store, settings=WorkSettings(max_jobs=4, max_jobs_per_asker=3))
         self.stopped = False
+        self.seen: dict[tuple[str, str], JobView] = {}
+        self.leases: dict[LeaseId, set[PartRef]] = {}
 
     @rule(
         prompt=st.sampled_from(range(len(PROMPTS))),
@@ -104,8 +111,37 @@ class WorkMachine(RuleBasedStateMachine):
         for part in chosen:
             if gone:
                 store.invalidate(part.meta.ref)
+                for refs in self.leases.values():
+                    refs.discard(part.meta.ref)
             elif store.stats().bytes_used + store.stats().bytes_reserved + 48 <= store.max_bytes:
                 store.put(part, fingerprint=self.host.service._fingerprint, now=self.host.now)
+
+    @rule(seconds=st.sampled_from([0.1, 5.0, 30.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.host.now += seconds
+        self.host.send(Tick())
+        deadline = self.host.service.deadline()
+        assert deadline is None or deadline > self.host.now
+
+    @rule(prompt=st.sampled_from(PROMPTS), start=pick, count=st.integers(1, 4))
+    def somebody_leases(self, prompt: Any, start: int, count: int) -> None:
+        parts = all_parts(prompt[:-1], self.host.requirement)
+        refs = [part.meta.ref for part in parts[start % len(parts) :][:count]]
+        store = self.host.store
+        # A lease that fills the store would only make every job fail.
+        if store.stats().bytes_locked <= store.max_bytes // 4 and any(map(store.has, refs)):
+            info = store.lease(refs, self.host.now, 3_600_000)
+            self.leases[info.lease_id] = set(info.refs)
+
+    @precondition(lambda self: self.leases)
+    @rule()
+    def somebody_releases(self) -> None:
+        lease_id, _ = self.leases.popitem()
+        self.host.store.release(lease_id)
+
+    @rule(size=st.sampled_from([500, 700, 1500, 1 << 20]))
+    def the_budget_changes(self, size: int) -> None:
+        self.host.store.resize(size, self.host.now)
 
     @precondition(lambda self: not self.stopped)
     @rule(really=st.integers(0, 9))
@@ -122,13 +158,44 @@ class WorkMachine(RuleBasedStateMachine):
         service = self.host.service
         assert service.queued_jobs + service.running_jobs <= 4
         assert len(self.host.requests) == service.queued_jobs + service.running_jobs
-        assert service._running is not None or self.host.store.stats().bytes_reserved == 0
+        assert service._table.running is not None or self.host.store.stats().bytes_reserved == 0
         assert sum(lane.closed is not False for lane in self.host.lanes.values()) <= len(self.host.lanes)
+
+    @invariant()
+    def leases_and_reservations_hold(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        stats = self.host.store.stats()
+        assert stats.bytes_used + stats.bytes_reserved <= stats.max_bytes
+        assert all(self.host.store.has(ref) for refs in self.leases.values() for ref in refs)
+
+    @invariant()
+    def jobs_only_move_forward(self) -> None:
+        if not hasattr(self, "host"):
+            return
+        views = self.host.service.jobs(self.host.now)
+        now_seen = {(job.asker, job.job_id): job for job in views}
+        assert len(now_seen) == len(views), "one view a job"
+        assert sum(not job.state.final for job in views) == len(self.host.requests)
+        for key, job in now_seen.items():
+            before = self.seen.get(key)
+            assert 0 <= job.tokens_reused <= job.tokens_done <= job.tokens_total or job.tokens_reused == 0
+            if before is None or (before.state.final and not job.state.final):
+                continue  # a new job, perhaps under an id that was used before
+            if before.state.final:
+                assert job == before, "a final state is final"
+            else:
+                assert job.tokens_done >= before.tokens_done, "progress never goes back"
+                assert not (before.state is JobState.RUNNING and job.state is JobState.QUEUED)
+        for key, before in self.seen.items():
+            assert key in now_seen or before.state.final, "a job that has not ended is not forgotten"
+        self.seen = now_seen
 
     def teardown(self) -> None:
         if hasattr(self, "host"):
             self.host.import_fails, self.host.prefill_fails_at = False, None
             self.host.drain()
+            assert all(job.state.final for job in self.host.service.jobs(self.host.now))
 
 
 TestWorkMachine = WorkMachine.TestCase

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 
-from wire.cards import Card, sign_card
+from wire.cards import Card, Endpoint, sign_card
 from wire.keys import NodeIdentity
 
 
@@ -15,7 +15,16 @@ def identity(name: str) -> NodeIdentity:
 
 
 @cache
-def card_blob(node: str, incarnation: int = 1, sequence: int = 1, *, ttl_ms: int = 10_000, key: str = "") -> bytes:
+def card_blob(
+    node: str,
+    incarnation: int = 1,
+    sequence: int = 1,
+    *,
+    ttl_ms: int = 10_000,
+    key: str = "",
+    address: str = "",
+    announced_at_unix: float = 0.0,
+) -> bytes:
     owner = identity(key or node)
     card = Card(
         node_id=node,
@@ -26,8 +35,9 @@ def card_blob(node: str, incarnation: int = 1, sequence: int = 1, *, ttl_ms: int
         software="",
         platform="",
         memory_bytes=0,
-        endpoints=(),
+        endpoints=(Endpoint(address=address, network="lan", priority=50),) if address else (),
         bus_port=0,
+        announced_at_unix=announced_at_unix,
         ttl_ms=ttl_ms,
     )
     return sign_card(card, owner)

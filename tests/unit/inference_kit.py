@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kakeya_zmq.blocks import RawPart, needed_parts
+from kakeya_zmq.blocks import Block, RawPart, needed_parts
 from kakeya_zmq.compat import block_hash
 from kakeya_zmq.engine import (
     Capture,
@@ -199,6 +199,7 @@ class InferenceHost:
                 tokens[start : start + count], FINGERPRINT, parent, TENANT_KEY
             ),
             random_bytes=bytes,
+            flights=request.flights,
         )
 
     # --- effects -----------------------------------------------------------------------------------------------------
@@ -244,11 +245,18 @@ class InferenceHost:
 
     def check_published(self, parts: Any) -> None:
         refs = {part.meta.ref for part in parts}
-        for model in self.models.values():
-            if model.decode is not None and not model.closed:
-                own = {block.block_hash for block in chain_of(np.array(model.history, np.int32)).blocks}
-                assert not own & {ref.block_hash for ref in refs}, "nothing is published between first and last token"
+        decoding = [model for model in self.models.values() if model.decode is not None and not model.closed]
+        others = [model for model in self.models.values() if model not in decoding]
+        # What another session has, too, may be published on its behalf.
+        shared = {block.block_hash for model in others for block in self.blocks_of(model)}
+        for model in decoding:
+            own = {block.block_hash for block in self.blocks_of(model)} - shared
+            assert not own & {ref.block_hash for ref in refs}, "nothing is published between first and last token"
         self.published |= refs
+
+    @staticmethod
+    def blocks_of(model: Model) -> tuple[Block, ...]:
+        return chain_of(np.array(model.history + model.adding, np.int32)).blocks
 
     def answered(self, key: RequestKey, request: Any, body: Any) -> None:
         self.outcomes[key] = body

@@ -28,6 +28,7 @@ from kakeya_zmq.engine import (
     TokenArray,
 )
 from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import (
     IdAllocator,
     PeerView,
@@ -232,6 +233,7 @@ def preparation(
     rates: MeasuredRates | None = None,
     ids: IdAllocator | None = None,
     hints: tuple[str, ...] = (),
+    flights: Flights | None = None,
 ) -> PromptPreparation:
     task = PreparationTask(
         session_id="sess-1",
@@ -256,4 +258,5 @@ def preparation(
         hash_tail=hash_tail_of(history),  # type: ignore[arg-type]
         random_bytes=bytes,
         set_value=known.__setitem__,
+        flights=flights,
     )

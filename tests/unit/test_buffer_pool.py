@@ -6,7 +6,10 @@ import gc
 import threading
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kakeya_zmq.io import memory
 from kakeya_zmq.io.memory import BufferPool
 from wire.limits import KIB, MIB
 
@@ -31,13 +34,23 @@ def test_memory_returns_with_the_last_view_and_is_lent_again() -> None:
     assert bytes(view) == b"in"
     del view
     gc.collect()
-    assert pool.idle_bytes == 448 * KIB
-    again = pool.allocate(448 * KIB)
+    assert pool.idle_bytes == 400 * KIB
+    again = pool.allocate(400 * KIB)
     assert pool.idle_bytes == 0
     assert bytes(again[:4]) == b"mine", "it is the same memory"
-    other = pool.allocate(448 * KIB)
+    other = pool.allocate(400 * KIB)
     other[:4] = b"else"
     assert bytes(again[:4]) == b"mine"
+
+
+@given(st.integers(64 * KIB, 64 * MIB))
+def test_a_buffer_takes_at_most_a_sixteenth_more_than_its_part(length: int) -> None:
+    step = (1 << (length.bit_length() - 1)) // 16
+    with pytest.MonkeyPatch.context() as patch:
+        sizes: list[int] = []
+        patch.setattr(memory, "allocate", lambda size: sizes.append(size) or memoryview(bytearray(length)))
+        BufferPool().allocate(length)
+    assert length <= sizes[0] < length + step <= length * 17 / 16
 
 
 def test_what_is_kept_is_bounded_and_can_be_given_back() -> None:

@@ -78,7 +78,7 @@ def test_every_option_is_known_by_flag_and_variable(option: Option) -> None:
     value = (
         option.choices[-1]
         if option.choices
-        else {"list": "x:1,y:2", "integer": None, "number": None}.get(option.kind, "text")
+        else {"list": "x:1,y:2", "integer": None, "number": None, "switch": "yes"}.get(option.kind, "text")
     )
     value = str(option.maximum if option.kind == "number" else int(option.maximum or 0)) if value is None else value
     expected = parse_value(option, value, "here")

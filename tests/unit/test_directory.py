@@ -2,33 +2,59 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kakeya_zmq.protocol import directory as dm
+from kakeya_zmq.protocol import directory_values
 from kakeya_zmq.protocol.directory import (
     Announce,
     AnnounceNow,
     CardRefused,
     CardsArrived,
+    ClockSkewed,
     Directory,
     DirectoryEffect,
     DirectorySettings,
     DirectoryTick,
+    Exchange,
+    ExchangeEnded,
+    OwnIdClaimed,
     PeerChanged,
+    PeerConnected,
+    PeerDisconnected,
     PeerGone,
-    PullRound,
+    Slept,
 )
 from tests.unit.card_kit import card_blob
 from wire import limits
-from wire.cards import open_card
+from wire.cards import mark_of, open_card, unpack_digest
 from wire.codec import encode_server
+from wire.errors import RemoteProtocolError
+from wire.ids import NodeId
 from wire.messages import CardList, Reply
 
-SETTINGS = DirectorySettings(interval_s=10.0, first_interval_s=1.0, first_rounds=2, announce_interval_s=0.25)
+SETTINGS = DirectorySettings(interval_s=10.0, first_interval_s=1.0, first_rounds=2, announce_interval_s=0.25, jitter=0.0)
 
 
-def new_directory() -> Directory:
-    return Directory(node_id="me", make_card=lambda sequence: card_blob("me", 1, sequence), settings=SETTINGS)
+def new_directory(node: str = "me") -> Directory:
+    return Directory(
+        node_id=node,
+        make_card=lambda sequence: card_blob(node, 1, sequence),
+        settings=SETTINGS,
+        incarnation=1,
+        rng=random.Random(7),
+    )
+
+
+def exchanges(effects: list[DirectoryEffect]) -> list[str]:
+    return [effect.node_id for effect in effects if isinstance(effect, Exchange)]
+
+
+def reachable(node: str, sequence: int = 1) -> tuple[bytes, int]:
+    """A card with an endpoint: one without is not chosen."""
+    return card_blob(node, 1, sequence, ttl_ms=3_600_000, address="127.0.0.1:1"), 0
 
 
 def arrive(directory: Directory, now: float, *cards: tuple[bytes, int]) -> list[DirectoryEffect]:
@@ -66,8 +92,26 @@ def test_old_and_repeated_cards_change_nothing(late: bytes) -> None:
 
 def test_our_own_card_is_never_taken_from_others() -> None:
     directory = new_directory()
-    assert arrive(directory, 0.0, (card_blob("me", 99, 99), 0), (card_blob("me", 99, 99, key="thief"), 0)) == []
+    assert arrive(directory, 0.0, (card_blob("me", 1, 99), 0)) == []
     assert names(directory, 0.0) == []
+
+
+def test_somebody_else_with_our_name_is_told_of_and_not_taken() -> None:
+    directory = new_directory()
+    directory.on(DirectoryTick(), 0.0)
+    (other_key,) = arrive(directory, 0.0, (card_blob("me", 1, 1, key="thief"), 0))
+    (other_process,) = arrive(directory, 0.0, (card_blob("me", 2, 1), 0))
+    assert isinstance(other_key, OwnIdClaimed)
+    assert isinstance(other_process, OwnIdClaimed)
+    assert "node id" in other_key.reason
+    assert "another process" in other_process.reason
+    assert names(directory, 0.0) == []
+
+
+def test_our_own_earlier_incarnation_coming_back_is_no_news() -> None:
+    directory = Directory(node_id="me", make_card=lambda sequence: card_blob("me", 9, sequence), incarnation=9)
+    directory.on(DirectoryTick(), 0.0)
+    assert arrive(directory, 0.0, (card_blob("me", 8, 50), 0)) == []
 
 
 def test_a_node_id_belongs_to_the_first_key_also_after_its_card_expired() -> None:
@@ -140,32 +184,163 @@ def test_a_node_whose_clock_was_set_back_returns_when_its_old_card_has_expired()
 
 
 def test_relayed_ages_grow_with_the_time_a_card_was_held() -> None:
-    first, second = new_directory(), Directory(node_id="b", make_card=lambda n: card_blob("b", 1, n))
+    first, second = new_directory(), new_directory("b")
     arrive(first, 50.0, (card_blob("a", ttl_ms=10_000), 1_000))
-    cards, ages = first.exchange(53.5)
+    cards, ages, _, _ = first.answer(b"", "b", 53.5)
     assert ages == (0, 4_500)
     second.on(CardsArrived(cards, ages), 900.0)
     assert names(second, 905.4) == ["a", "me"]
     assert names(second, 905.5) == ["me"]
 
 
-# --- bounds ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_exchange_fits_into_one_message_and_takes_every_card_in_turn() -> None:
+def test_sleep_ages_cards_that_the_clock_did_not() -> None:
     directory = new_directory()
-    nodes = [f"node-{number:03}" for number in range(3 * limits.CARDS_PER_EXCHANGE_MAX + 5)]
-    arrive(directory, 0.0, *((card_blob(node, ttl_ms=3_600_000), 0) for node in nodes))
-    seen: set[str] = set()
-    for _ in range(4):
-        cards, ages = directory.exchange(1.0)
-        assert len(cards) == len(ages) == limits.CARDS_PER_EXCHANGE_MAX
-        assert len(set(cards)) == len(cards)
-        message = encode_server(Reply(request_id=1, body=CardList(cards=cards, ages_ms=ages)))
+    directory.on(DirectoryTick(), 0.0)
+    directory.on(PeerConnected("b"), 0.0)
+    directory.on(ExchangeEnded(NodeId("b"), True), 0.0)
+    arrive(directory, 0.0, (card_blob("a", ttl_ms=10_000), 0), (card_blob("b", ttl_ms=100_000), 0))
+    effects = directory.on(Slept(30.0), 1.0)
+    assert [effect.node_id for effect in effects if isinstance(effect, PeerGone)] == ["a"]
+    assert exchanges(effects) == ["b"], "whoever wakes up catches up at once"
+    assert directory.age_ms("b", 1.0) == 31_000
+
+
+@pytest.mark.parametrize(("ahead_s", "told"), [(0.0, False), (29.0, False), (31.0, True), (-600.0, True)])
+def test_a_wrong_clock_is_told_once_and_does_no_harm(ahead_s: float, told: bool) -> None:
+    directory = new_directory()
+    now_unix = 1_700_000_000.0
+    effects: list[DirectoryEffect] = []
+    for sequence in (1, 2, 3):
+        blob = card_blob("a", 1, sequence, announced_at_unix=now_unix + ahead_s)
+        effects += directory.on(CardsArrived((blob,), (4_000,), now_unix + 4.0), 10.0)
+    skewed = [effect for effect in effects if isinstance(effect, ClockSkewed)]
+    assert len(skewed) == int(told)
+    assert directory.clock_skew_ms("a") == pytest.approx(ahead_s * 1000)
+    assert names(directory, 15.9) == ["a"]
+    assert names(directory, 16.0) == []
+
+
+def test_a_clock_that_was_set_right_may_be_told_of_again() -> None:
+    directory = new_directory()
+    told = 0
+    for sequence, ahead_s in enumerate((60.0, 20.0, 10.0, 60.0), start=1):
+        blob = card_blob("a", 1, sequence, announced_at_unix=1e9 + ahead_s)
+        told += sum(isinstance(e, ClockSkewed) for e in directory.on(CardsArrived((blob,), (0,), 1e9), 0.0))
+    assert told == 2
+
+
+# --- exchanges -------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_newer_travels_and_the_rest_is_asked_for() -> None:
+    ours, theirs = new_directory(), new_directory("b")
+    arrive(ours, 0.0, (card_blob("old", 1, 1), 0), (card_blob("same", 1, 1), 0), (card_blob("mine", 1, 1), 0))
+    arrive(theirs, 0.0, (card_blob("old", 1, 2), 0), (card_blob("same", 1, 1), 0), (card_blob("new", 1, 1), 0))
+    (ask,) = ours.on(PeerConnected("b"), 0.0)
+    assert isinstance(ask, Exchange)
+    assert ask.known is not None
+    assert set(unpack_digest(ask.known)) == {mark_of(node) for node in ("old", "same", "mine")}
+    theirs.on(CardsArrived(ask.cards, ask.ages_ms), 0.0)
+    cards, ages, wanted, more = theirs.answer(ask.known, "me", 0.0)
+    assert {open_card(blob).node_id for blob in cards} == {"b", "old", "new"}
+    assert (wanted, more) == (mark_of("mine"), False)
+    effects = ours.on(ExchangeEnded(ask.node_id, True, cards, ages, wanted, more), 0.0)
+    (push,) = [effect for effect in effects if isinstance(effect, Exchange)]
+    assert push.known is None
+    assert [open_card(blob).node_id for blob in push.cards] == ["mine"]
+    theirs.on(CardsArrived(push.cards, push.ages_ms), 0.0)
+    assert theirs.answer(None, "me", 0.0)[0] == ()
+    assert names(ours, 0.0) == ["b", "mine", "new", "old", "same"]
+    assert names(theirs, 0.0) == ["me", "mine", "new", "old", "same"]
+
+
+def test_what_has_expired_is_not_asked_for_again_but_a_sign_of_life_is() -> None:
+    directory = new_directory()
+    arrive(directory, 0.0, (card_blob("a", 5, 3, ttl_ms=1_000), 0))
+    directory.on(DirectoryTick(), 2.0)
+    relay = new_directory("b")
+    for version, wanted in (((5, 3), b""), ((5, 2), b""), ((5, 4), mark_of("a")), ((4, 1), mark_of("a"))):
+        arrive(relay, 2.0, (card_blob("a", *version), 0))
+        (ask,) = relay.on(PeerConnected("me"), 2.0)
+        assert isinstance(ask, Exchange)
+        assert ask.known is not None
+        assert directory.answer(ask.known, "b", 2.0)[2] == wanted, version
+        relay = new_directory("b")
+
+
+def test_a_broken_digest_is_refused_and_a_broken_list_of_marks_ignored() -> None:
+    directory = new_directory()
+    with pytest.raises(RemoteProtocolError):
+        directory.answer(b"x" * 25, "b", 0.0)
+    assert directory.on(ExchangeEnded(NodeId("b"), True, (), (), b"x" * 9), 0.0) == []
+
+
+def test_a_newcomer_gets_more_cards_than_one_message_takes_at_once() -> None:
+    hub, newcomer = new_directory("hub"), new_directory()
+    nodes = {f"node-{number:03}" for number in range(3 * limits.CARDS_PER_EXCHANGE_MAX + 5)}
+    arrive(hub, 0.0, *((card_blob(node, ttl_ms=3_600_000), 0) for node in nodes))
+    waiting = newcomer.on(PeerConnected("hub"), 0.0)
+    asked = 0
+    while waiting:
+        ask = waiting.pop()
+        if not isinstance(ask, Exchange) or ask.known is None:
+            continue
+        asked += 1
+        cards, ages, wanted, more = hub.answer(ask.known, "me", 0.0)
+        assert len(cards) == len(ages) <= limits.CARDS_PER_EXCHANGE_MAX
+        message = encode_server(Reply(request_id=1, body=CardList(cards=cards, ages_ms=ages, wanted=wanted, more=more)))
         assert len(message) <= limits.CONTROL_BODY_BYTES_MAX
-        assert open_card(cards[0]).node_id == "me"
-        seen |= {open_card(blob).node_id for blob in cards[1:]}
-    assert seen == set(nodes)
+        waiting = newcomer.on(ExchangeEnded(NodeId("hub"), True, cards, ages, wanted, more), 0.0)
+    assert set(names(newcomer, 0.0)) == nodes | {"hub"}
+    assert asked == 4
+
+
+def test_a_peer_that_always_has_more_is_asked_so_often_and_no_more() -> None:
+    directory = new_directory()
+    asked = 0
+    effects = directory.on(PeerConnected("liar"), 0.0)
+    for number in range(100):
+        if "liar" not in exchanges(effects):
+            break
+        asked += 1
+        effects = directory.on(ExchangeEnded(NodeId("liar"), True, (card_blob(f"n{number}"),), (0,), b"", True), 0.0)
+    assert asked <= directory_values.NODES_MAX // limits.CARDS_PER_EXCHANGE_MAX + 2
+
+
+def test_a_round_goes_to_a_few_nodes_whatever_their_number() -> None:
+    directory = new_directory()
+    directory.on(DirectoryTick(), 0.0)
+    arrive(directory, 0.0, *(reachable(f"n{number}") for number in range(20)))
+    arrive(directory, 0.0, (card_blob("nowhere", ttl_ms=3_600_000), 0))
+    chosen: set[str] = set()
+    for _ in range(40):
+        round_ = exchanges(directory.on(DirectoryTick(), directory.deadline()))
+        assert len(round_) == len(set(round_)) == SETTINGS.fanout
+        chosen |= set(round_)
+        for node in round_:
+            directory.on(ExchangeEnded(NodeId(node), True), directory.deadline() - 1)
+    assert chosen == {f"n{number}" for number in range(20)}
+
+
+def test_nodes_that_cannot_be_reached_are_left_alone_and_those_connected_asked() -> None:
+    directory = new_directory()
+    directory.on(DirectoryTick(), 0.0)
+    directory.on(PeerConnected("seed"), 0.0)
+    directory.on(ExchangeEnded(NodeId("seed"), True), 0.0)
+    arrive(directory, 0.0, *(reachable(f"n{number}") for number in range(3)), reachable("seed"))
+    now, rounds = 1.0, []
+    for _ in range(4):
+        chosen = exchanges(directory.on(DirectoryTick(), now))
+        rounds.append(sorted(chosen))
+        for node in chosen:
+            directory.on(ExchangeEnded(NodeId(node), ok=node == "seed"), now)
+        now = directory.deadline()
+    assert rounds[-1] == ["seed"]
+    directory.on(PeerDisconnected("seed"), now)
+    assert "n0" in exchanges(directory.on(DirectoryTick(), now + 45.0)), "they get another chance"
+
+
+# --- bounds ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_member_that_makes_up_nodes_cannot_grow_the_tables_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +370,6 @@ def test_rounds_are_quick_at_first_and_then_slow() -> None:
         times.append(now)
         effects = directory.on(DirectoryTick(), now)
         assert announcements(effects) == 1
-        assert PullRound() in effects
     assert times == [0.0, 1.0, 2.0, 12.0, 22.0]
 
 
@@ -224,7 +398,10 @@ def test_a_wish_that_waits_is_fulfilled_by_the_next_round() -> None:
 def test_each_announcement_is_newer_than_the_one_before() -> None:
     directory = new_directory()
     blobs = [effect.card for effect in directory.on(DirectoryTick(), 0.0) if isinstance(effect, Announce)]
-    blobs += directory.exchange(0.1)[0]
+    asked = directory.answer(b"", "b", 0.1)[0]
+    assert asked == tuple(blobs), "who asks gets the card that was announced"
     blobs += [effect.card for effect in directory.on(AnnounceNow(), 5.0) if isinstance(effect, Announce)]
+    blobs += directory.answer(b"", "b", 5.0 + SETTINGS.interval_s)[0]
     sequences = [open_card(blob).sequence for blob in blobs]
+    assert len(sequences) == 3
     assert sequences == sorted(set(sequences))

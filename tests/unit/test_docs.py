@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 
 from daemons import command
@@ -18,7 +19,8 @@ from daemons.peers import PeerTable
 from kakeya_zmq.options import OPTIONS, Option
 from kakeya_zmq.store import StoreStats
 from kakeya_zmq.telemetry import PREFILL_COUNTERS, PREFILL_VALUES
-from wire import limits
+from wire import events, limits
+from wire.bus import Topic
 from wire.chunks import HEADER_BYTES as CHUNK_HEADER_BYTES
 from wire.frames import HEADER_BYTES as CONTROL_HEADER_BYTES
 from wire.keys import Purpose
@@ -114,12 +116,47 @@ def test_every_prefill_value_is_documented() -> None:
 
 def test_every_figure_of_a_status_section_is_documented() -> None:
     figures = section_figures()
-    assert figures.keys() == {"node", "of the dispatcher", "primary", "worker"}
+    assert figures.keys() == {"node", "of the dispatcher", "primary", "worker", "budget"}
     figures["cache"] = set(StoreStats.__dataclass_fields__)
     figures["node"] |= figures.pop("of the dispatcher") | traffic_figures()
     for name, names in figures.items():
         documented = table_names(text_of("telemetry.md"), f"Section `{name}`")
         assert documented == names, f"{name}: undocumented {names - documented}, gone {documented - names}"
+
+
+def event_parts() -> list[type[msgspec.Struct]]:
+    """The events of the bus and what they are made of."""
+    kinds = (kind for kind in vars(events).values() if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
+    return [kind for kind in kinds if kind.__module__ == events.__name__ and not kind.__name__.startswith("_")]
+
+
+@pytest.mark.parametrize("kind", event_parts(), ids=lambda kind: kind.__name__)
+def test_every_field_of_an_event_is_documented(kind: type[msgspec.Struct]) -> None:
+    heading = f"{'Event' if kind in events.TOPIC_OF else 'Part'} `{kind.__name__}`"
+    documented = fields_of(text_of("telemetry.md"), heading)
+    existing = set(kind.__struct_fields__)
+    assert documented == existing, f"undocumented {existing - documented}, gone {documented - existing}"
+
+
+def fields_of(text: str, heading: str) -> set[str]:
+    """Names in the first column of the first table under a heading."""
+    (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, flags=re.MULTILINE | re.DOTALL)
+    (first,) = re.findall(r"\A\s*((?:^\|.*\n)+)", section, flags=re.MULTILINE)
+    return {name for row in re.findall(r"^\| (.+?) \|", first, flags=re.MULTILINE) for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_every_kind_of_security_event_is_documented() -> None:
+    text = text_of("telemetry.md")
+    assert all(f"| `{kind.value}` |" in text for kind in events.SecurityKind)
+
+
+def test_every_topic_is_documented_with_its_group_and_event() -> None:
+    found = re.findall(r"^\| 0x(\w\w) (\w+) \| (\w+) \| (.+?) \|", text_of("protocol.md"), flags=re.MULTILINE)
+    assert {(int(number, 16), name, group) for number, name, group, _ in found} == {
+        (topic.value, topic.name, topic.group.value) for topic in Topic
+    }
+    contents = {name: content for _, name, _, content in found}
+    assert all(f"`{kind.__name__}`" in contents[topic.name] for topic, kind in events.EVENT_TYPES.items())
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------

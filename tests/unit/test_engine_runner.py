@@ -18,6 +18,7 @@ from kakeya_zmq.engine import (
     Decode,
     DecodeFinished,
     Engine,
+    EngineMemory,
     Event,
     ModelFacts,
     OpenSession,
@@ -81,6 +82,9 @@ class ScriptedEngine:
 
     def session_kv_bytes(self, session_id: str) -> int:
         return 7 * len(session_id)
+
+    def memory(self) -> EngineMemory:
+        return EngineMemory(active_bytes=1000, cached_bytes=len(self.log))
 
     def session_position(self, session_id: str) -> int | None:
         return 42

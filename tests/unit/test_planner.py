@@ -9,15 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kakeya_zmq.planner import (
-    LinkShare,
+    EXPLORE_EVERY,
     MeasuredRates,
+    PassedOver,
     Rate,
-    WorkerOffer,
     compute_ms,
-    decide_import,
     import_ms,
     rank_replicas,
-    rank_workers,
+    sample_weight,
     worker_ms,
 )
 from wire.ids import NodeId
@@ -64,40 +63,80 @@ def test_unmeasured_worker_has_its_declared_rate_then_the_default() -> None:
     assert rates.worker_tokens_per_second(node, 77.0) == 77.0
 
 
-def test_import_must_save_the_minimum_ratio_unless_forced() -> None:
+def test_a_worker_sends_while_it_computes() -> None:
+    # 1,024 tokens in four segments of 1 s each; 2 s of transfer: all but a quarter of it is hidden.
+    assert worker_ms(1024, 0, 256.0, 2000.0) == 4000.0 + 500.0
+    # The link is the slower one: it waits for the first segment only.
+    assert worker_ms(1024, 0, 256.0, 20_000.0) == 20_000.0 + 1000.0
+    assert worker_ms(1024, 512, 256.0, 2000.0) == 2000.0 + 4500.0, "and the queue comes first"
+
+
+def test_a_short_sample_tells_less_than_a_segment() -> None:
+    rate = Rate(default=20.0)
+    rate.observe(1000, 1000.0)
+    rate.observe(2000, 1000.0, weight=sample_weight(64))
+    assert rate.value == pytest.approx(1000 + 1000 * 0.25 / 3.25)
     rates = MeasuredRates()
-    rates.observe_local(1000, 1000.0)  # 1 ms a token
-    rates.observe_import(1_000_000_000, 1.0)  # as good as free
-    share = LinkShare(size_bytes=89_000, round_trip_ms=1.0, megabytes_per_second=1.0)  # 90 ms
-    just = decide_import([share], 100, rates, minimum_savings_ratio=0.0999)
-    assert just.accepted
-    assert not decide_import([share], 100, rates, minimum_savings_ratio=0.11).accepted
-    assert decide_import([share], 100, rates, minimum_savings_ratio=0.11, penalty_ms=100.0).accepted
-    assert decide_import([share], 100, rates, minimum_savings_ratio=0.11, forced=True).accepted
-    assert "100 tokens" in just.describe()
+    rates.observe_local(15, 1.0)
+    assert rates.local.measured is None, "so few tokens measure what a step costs"
 
 
-def test_peers_deliver_side_by_side_so_the_slowest_counts() -> None:
-    shares = [LinkShare(1_000_000, 1.0, 1.0), LinkShare(1_000, 1.0, 1000.0)]
-    decision = decide_import(shares, 10, MeasuredRates(), minimum_savings_ratio=0.1)
-    assert 1001.0 <= decision.import_ms < 1010.0
-    assert decision.transfer_bytes == 1_001_000
+def test_a_first_short_sample_is_soon_outweighed() -> None:
+    rate = Rate(default=20.0)
+    rate.observe(100, 1000.0, weight=sample_weight(64))
+    assert rate.value == 100.0
+    rate.observe(500, 1000.0)
+    assert rate.value == pytest.approx(100 + 400 / 1.75)
 
 
-def test_workers_are_ranked_by_cost_then_free_memory_then_name() -> None:
-    offers = [
-        WorkerOffer(NodeId("busy"), 100.0, queued_tokens=10_000),
-        WorkerOffer(NodeId("b"), 100.0, 0),
-        WorkerOffer(NodeId("a"), 100.0, 0),
-        WorkerOffer(NodeId("roomy"), 100.0, 0, free_memory_bytes=1 << 30),
-    ]
-    ranked = rank_workers(
-        offers, worker_tokens=1000, local_tokens=1000, transfer_bytes=0, rates=MeasuredRates(), minimum_savings_ratio=0.1
-    )
-    assert [decision.node_id for decision in ranked] == ["roomy", "a", "b", "busy"]
-    assert [decision.accepted for decision in ranked] == [True, True, True, False]
-    assert "busy" in ranked[-1].describe()
-    assert "does not pay" in ranked[-1].describe()
+def test_a_trial_at_start_under_load_is_corrected_by_two_segments() -> None:
+    rate = Rate(default=20.0)
+    rate.assume(100.0)
+    assert rate.value == 100.0
+    for _ in range(2):
+        rate.observe(256, 256.0)
+    assert rate.value > 750.0
+    assert not Rate(default=20.0, measured=None).evidence
+    for nonsense in (0.0, -1.0, math.inf, math.nan):
+        fresh = Rate(default=20.0)
+        fresh.assume(nonsense)
+        assert fresh.value == 20.0
+
+
+def test_an_option_that_was_long_refused_is_due_again_the_longer_the_more_it_may_cost() -> None:
+    passed = PassedOver()
+    for _ in range(EXPLORE_EVERY):
+        assert not passed.is_due("worker w", 10.0, 10.0)
+        passed.note("here", ["worker w"])
+    assert passed.is_due("worker w", 20.0, 10.0)
+    assert not passed.is_due("worker w", 21.0, 10.0)
+    for _ in range(EXPLORE_EVERY):
+        passed.note("here", ["worker w"])
+    assert passed.is_due("worker w", 40.0, 10.0)
+    passed.note("worker w", ["here"])
+    assert not passed.is_due("worker w", 1.0, 10.0)
+    passed.note("here", ["worker w"])
+    passed.forget(NodeId("w"))
+    assert passed.counts == {}
+
+
+def test_what_was_measured_anyway_need_not_be_looked_at_again() -> None:
+    rates = MeasuredRates()
+    for _ in range(EXPLORE_EVERY):
+        rates.passed_over.note("import from a", ["compute here", "worker w"])
+    rates.observe_local(20, 10.0)
+    assert rates.passed_over.is_due("compute here", 1.0, 1.0), "a few tokens tell little"
+    rates.observe_local(256, 100.0)
+    rates.observe_worker(NodeId("w"), 256, 100.0)
+    assert not rates.passed_over.is_due("compute here", 1.0, 1.0)
+    assert not rates.passed_over.is_due("worker w", 1.0, 1.0)
+
+
+def test_names_without_end_do_not_grow_what_is_remembered() -> None:
+    passed = PassedOver()
+    for number in range(5000):
+        passed.note("here", [f"worker {number}"])
+    assert len(passed.counts) <= 1024
 
 
 @given(names=NAMES, key=st.binary(min_size=1, max_size=32))

@@ -29,8 +29,9 @@ from kakeya_zmq.protocol.effects import (
     Tick,
 )
 from kakeya_zmq.protocol.prepare import IdAllocator
-from kakeya_zmq.protocol.publish import Publisher, PublishSettings
+from kakeya_zmq.protocol.publish import Publisher, PublishSettings, replica_candidates
 from tests.unit.preparation_kit import FINGERPRINT, FULL, all_parts, tokens_of
+from wire.cards import CacheOffering, Card
 from wire.codec import pack_bitmap
 from wire.errors import FailureCode, LocalProtocolError
 from wire.ids import NodeId
@@ -218,6 +219,90 @@ def test_replication_goes_to_different_peers_and_zero_switches_it_off() -> None:
     assert Desk().publish(()) == []
 
 
+FULL_ANSWER = PublishResult(stored_parts=0, already_held_parts=0, refused_parts=4, reason="full")
+
+
+def best_for(seed: int, peers: tuple[NodeId, ...] = PEERS) -> NodeId:
+    return rank_replicas(parts_of(64, seed)[0].meta.block_hash, peers)[0]
+
+
+def test_a_peer_that_had_no_room_is_passed_over_for_a_while() -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    full = d.asks()[0].node_id
+    d.feed(AskReplied(d.asks()[0].ask, FULL_ANSWER))
+    d.feed(AskReplied(d.asks()[1].ask, STORED))
+    seeds = [seed for seed in range(1, 40) if best_for(seed) == full][:2]
+    others = tuple(peer for peer in PEERS if peer != full)
+    d.publish(parts_of(64, seeds[0]))
+    assert d.asks()[2].node_id == best_for(seeds[0], others)
+    d.feed(AskReplied(d.asks()[2].ask, STORED))
+    d.now += PublishSettings().full_pause_s
+    d.publish(parts_of(64, seeds[1]))
+    assert d.asks()[3].node_id == full
+
+
+@pytest.mark.parametrize("code", [FailureCode.RESOURCE_EXHAUSTED, FailureCode.PERMISSION_DENIED])
+def test_what_waits_for_a_peer_that_cannot_take_it_goes_to_the_next(code: FailureCode) -> None:
+    d = Desk(PublishSettings(in_flight_max=1, attempts_max=1))
+    first = best_for(0)
+    seed = next(seed for seed in range(1, 40) if best_for(seed) == first)
+    d.publish(parts_of(64))
+    d.publish(parts_of(64, seed))
+    d.feed(AskFailed(d.asks()[0].ask, code, "no"))
+    assert d.asks()[1].node_id == best_for(seed, tuple(peer for peer in PEERS if peer != first))
+    assert d.count("publish_attempts") == 2
+
+
+def test_when_no_peer_can_take_it_the_run_is_dropped_and_counted() -> None:
+    d = Desk()
+    d.publish(parts_of(64), peers=PEERS[:1])
+    d.feed(AskFailed(d.asks()[0].ask, FailureCode.PERMISSION_DENIED, "no"))
+    d.feed(AskFailed(d.asks()[1].ask, FailureCode.PERMISSION_DENIED, "no"))
+    before = d.count("publish_dropped")
+    d.publish(parts_of(64, 1), peers=PEERS[:1])
+    assert (len(d.asks()), d.count("publish_dropped")) == (2, before + 1)
+    d.take(d.machine.publish(parts_of(64, 1), bytes(32), PEERS[:1], d.now))
+    assert len(d.asks()) == 3, "another namespace is another matter"
+
+
+def test_when_a_replica_vanishes_the_next_in_rank_gets_what_comes_later() -> None:
+    d = Desk()
+    first = best_for(0)
+    left = tuple(peer for peer in PEERS if peer != first)
+    d.publish(parts_of(64), peers=left)
+    assert d.asks()[0].node_id == rank_replicas(parts_of(64)[0].meta.block_hash, PEERS)[1]
+
+
+def test_candidates_are_caches_that_take_the_namespace() -> None:
+    def card(name: str, roles: tuple[str, ...], accepted: tuple[bytes, ...] | None) -> Card:
+        names = "bytes_used bytes_free entry_count epoch evictions bytes_evicted put_failures tokens_served"
+        figures = dict.fromkeys(names.split(), 0)
+        offering = None if accepted is None else CacheOffering(**figures, load=0.0, fingerprints=accepted)
+        return Card(
+            node_id=name,
+            identity_public_key=bytes(32),
+            incarnation=1,
+            sequence=1,
+            roles=roles,
+            software="",
+            platform="",
+            memory_bytes=0,
+            endpoints=(),
+            bus_port=0,
+            cache=offering,
+        )
+
+    cards = [
+        card("any", ("cache",), ()),
+        card("mine", ("cache",), (bytes(32), FINGERPRINT)),
+        card("other", ("cache",), (bytes(32),)),
+        card("nothing", ("cache",), None),
+        card("worker", ("worker", "cache-holder"), ()),
+    ]
+    assert replica_candidates(cards, FINGERPRINT) == ("any", "mine")
+
+
 def test_close_leaves_nothing_open() -> None:
     d = Desk(PublishSettings(in_flight_max=1))
     d.publish(parts_of(16))
@@ -277,7 +362,8 @@ def test_in_any_order_of_events_every_attempt_is_counted_and_nothing_stays_open(
             AskProgressed(ask.ask, grant),
             AskProgressed(ask.ask, Credit(credit_bytes=5)),
             AskReplied(ask.ask, STORED),
-            AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"),
+            AskReplied(ask.ask, FULL_ANSWER),
+            AskFailed(ask.ask, rng.choice(list(FailureCode)), "gone"),
             LaneFinished(lane, rng.random() < 0.7, "", 5),
             Tick(),
         ]

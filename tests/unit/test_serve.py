@@ -224,7 +224,7 @@ def test_a_lookup_of_no_whole_hashes_is_refused() -> None:
 
 
 def test_when_there_are_too_many_leases_a_lookup_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kakeya_zmq.store.LEASES_MAX", 1)
+    monkeypatch.setattr("kakeya_zmq.store_leases.LEASES_MAX", 1)
     peer = Peer()
     chain = make_chain(16)
     peer.hold(make_parts(chain))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kakeya_zmq.telemetry import NAMES_MAX, PREFILL_COUNTERS, Counters, ExplainLog, explanation_line
+from kakeya_zmq.telemetry import NAMES_MAX, PREFILL_COUNTERS, Counters, bounded_ms, explanation_line, public_text
 from wire.errors import LocalProtocolError
 from wire.limits import TEXT_CHARACTERS_MAX
 from wire.messages import Explanation, Source, SourceKind
@@ -48,17 +50,48 @@ def test_names_are_bounded() -> None:
         counters.add("one_more")
 
 
-def test_the_log_keeps_the_last_explanations() -> None:
-    log = ExplainLog(entries_max=2)
-    assert log.latest() is None
-    for number in range(3):
-        log.add(float(number), f"s{number}", explanation(f"reason {number}"))
-    assert [subject for _, subject, _ in log] == ["s1", "s2"]
-    assert log.latest() == explanation("reason 2")
-    assert len(log.lines()) == len(log) == 2
-
-
 def test_an_explanation_reads_as_one_line() -> None:
     line = explanation_line(explanation("peer c timed out"))
     assert line == "65 tokens in 12 ms: [0, 64) cache of peer-b; peer c timed out"
     assert len(explanation_line(explanation(*["y" * 400] * 5))) == TEXT_CHARACTERS_MAX
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("nothing answers at 192.168.1.20:51051", "nothing answers at (address)"),
+        ("10.0.0.1, 10.0.0.2", "(address), (address)"),
+        ("lost [fe80::1%en0]:51051 and [::1]", "lost (address) and (address)"),
+        ("peer fe80::1:2 left; 2001:db8:0:0:1:0:0:1 stayed", "peer (address) left; (address) stayed"),
+        ("mac-studio.local:51051 is busy", "(address) is busy"),
+        ("block " + "ab" * 32 + " is gone", "block (digest) is gone"),
+    ],
+)
+def test_addresses_and_digests_do_not_leave_the_fleet(line: str, shown: str) -> None:
+    assert public_text(line) == shown
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "own cache ends at token 2640: diverged or never stored at token 2640",
+        "[0, 64) cache of peer-b; 12.5 MB in 3.5 ms",
+        "kakeya-zmq 0.1.0 at 12:30:45",
+        "worker w is not compatible: rope_hash differs",
+        "prefill: worker-mac (compute 900 ms, import 30 ms)",
+    ],
+)
+def test_other_lines_stay_as_they_are(line: str) -> None:
+    assert public_text(line) == line
+
+
+@given(st.text(max_size=3_000))
+def test_any_text_becomes_a_bounded_line(text: str) -> None:
+    assert len(public_text(text)) <= TEXT_CHARACTERS_MAX
+
+
+@pytest.mark.parametrize(
+    ("value", "bounded"), [(1.23456, 1.235), (-1.0, 0.0), (float("nan"), 0.0), (float("inf"), 1e12), (1e30, 1e12)]
+)
+def test_times_and_rates_are_finite(value: float, bounded: float) -> None:
+    assert bounded_ms(value) == bounded

@@ -206,7 +206,7 @@ class WorkHost:
         if isinstance(effect, BindSender):
             assert effect.lane not in self.lanes
             assert limits.CHUNK_BYTES_MIN <= effect.chunk_bytes <= effect.credit_bytes
-            job = next(job for job in self.service._jobs() if job.lane == effect.lane)
+            job = next(job for job in self.service._table.active() if job.lane == effect.lane)
             self.lanes[effect.lane] = Lane(effect, job.key)
             return
         lane = self.lanes[effect.lane]
@@ -301,7 +301,7 @@ class WorkHost:
         match command:
             case OpenSession():
                 assert not self.engines, "a job starts when the engine session of the last one has been closed"
-                running = self.service._running
+                running = self.service._table.running
                 history = running.tokens if running is not None and running.engine_session == name else None
                 self.engines[name] = FakeEngine(history, self.requirement, 0)  # type: ignore[arg-type]
                 yield SessionReady(name)

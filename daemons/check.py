@@ -1,0 +1,32 @@
+"""What can be found wrong with a daemon's settings without starting it: for install scripts and careful people."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from daemons.engine_host import model_folder, parse_assertions
+from kakeya_zmq.codecs.registry import storage_codec
+from kakeya_zmq.config import Settings
+from kakeya_zmq.io.sockets import parse_address, parse_port_range
+from kakeya_zmq.model.loader import read_config
+from wire.keys import FleetKey
+
+
+def check_settings(settings: Settings) -> None:
+    """Read what a daemon with these settings would read first; nothing is made, bound or loaded.
+
+    Raises:
+        ConfigError: an address, port range, assertion or codec cannot be used.
+        SecretFileError: the PSK is missing, unreadable, too short or readable by others.
+        ModelError: there is no usable model folder.
+    """
+    FleetKey.load(Path(settings.fleet_psk_file))
+    for text in (settings.bind, settings.bus_bind, settings.advertise, *settings.peer):
+        if text:
+            parse_address(text)
+    if settings.bulk_ports:
+        parse_port_range(settings.bulk_ports)
+    if settings.role != "cache":
+        read_config(model_folder(settings))
+        parse_assertions(settings.assert_compatibility)
+        storage_codec(settings.cache_compression, q_range=settings.lattice_q)

@@ -1,0 +1,74 @@
+"""The dashboard that ``kakeya up`` starts in the background, and ``kakeya down`` stops.
+
+It is no member of the fleet: the fleet works without it, so what goes wrong with it is told and nothing else happens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from daemons.fleet import Member, Starting, deferred_signals, run_folder, stop_members
+from dashboard.server import DEFAULT_ADDRESS
+from kakeya_zmq.config import kakeya_home
+from kakeya_zmq.io.sockets import Address
+from wire.errors import KakeyaError
+
+ROLE = "dashboard"
+
+
+def url_of(member: Member) -> str:
+    return f"http://{member.address}/"
+
+
+def running_dashboard() -> Member | None:
+    """The one that was started, if it still runs."""
+    try:
+        row = json.loads(_note().read_text(encoding="utf-8"))
+        member = Member(**{**row, "arguments": tuple(row["arguments"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return member if member.alive else None
+
+
+def start_dashboard(tell: Callable[[str], None], *, ephemeral: bool) -> Member | None:
+    """Start it unless it runs; None, after telling why, when it cannot be started."""
+    running = running_dashboard()
+    if running is not None:
+        return running
+    address = Address(DEFAULT_ADDRESS.host, 0) if ephemeral else DEFAULT_ADDRESS
+    ready_file = run_folder() / f"{ROLE}.started"
+    log = kakeya_home() / "logs" / f"{ROLE}.log"
+    starting: Starting | None = None
+    try:
+        with deferred_signals():
+            starting = Starting(ROLE, ["--bind", str(address)], ready_file, log, str(address))
+        member = starting.wait_ready(tell)
+        _note().write_text(json.dumps(asdict(member), indent=2), encoding="utf-8")
+        return member
+    except KakeyaError as error:
+        if starting is not None:
+            starting.stop()
+        tell(f"the fleet runs without a dashboard: {error}")
+        return None
+    except BaseException:
+        if starting is not None:
+            starting.stop()
+        raise
+    finally:
+        ready_file.unlink(missing_ok=True)
+
+
+def stop_dashboard(tell: Callable[[str], None]) -> int:
+    """Stop it; how many processes were stopped."""
+    member = running_dashboard()
+    if member is not None:
+        stop_members([member], tell)
+    _note().unlink(missing_ok=True)
+    return 1 if member is not None else 0
+
+
+def _note() -> Path:
+    return run_folder() / "dashboard.json"

@@ -1,0 +1,145 @@
+"""The dashboard's database file: SQLite, opened safely, its schema versioned, one transaction a write.
+
+WAL with full synchronisation: a write that has returned is on disk, and a process killed in the middle of one leaves the
+file as it was before. The file holds pairing keys, so it and its companions are readable by their owner alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from wire.errors import ConfigError
+
+BUSY_TIMEOUT_S: Final = 10.0
+
+MIGRATIONS: Final[Sequence[str]] = (
+    """
+    CREATE TABLE registrations (
+        id TEXT PRIMARY KEY, alias TEXT NOT NULL, address TEXT NOT NULL, region TEXT NOT NULL, role TEXT NOT NULL,
+        token_id TEXT NOT NULL UNIQUE, token_key BLOB NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL,
+        node_id TEXT, public_key BLOB, redeemed_at REAL
+    );
+    CREATE INDEX registrations_of_nodes ON registrations (node_id);
+    CREATE TABLE groups (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, name TEXT NOT NULL,
+        created_at REAL NOT NULL);
+    CREATE TABLE group_members (group_id TEXT NOT NULL REFERENCES groups (id) ON DELETE CASCADE, position INTEGER NOT NULL,
+        node_id TEXT NOT NULL, PRIMARY KEY (group_id, position)) WITHOUT ROWID;
+    CREATE TABLE token_counters (node_id TEXT PRIMARY KEY, completed INTEGER NOT NULL, kv_assisted INTEGER NOT NULL)
+        WITHOUT ROWID;
+    CREATE TABLE benchmark_runs (number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, kind TEXT NOT NULL,
+        status TEXT NOT NULL, started_at REAL NOT NULL, finished_at REAL, config TEXT NOT NULL,
+        summary TEXT NOT NULL, live INTEGER NOT NULL);
+    CREATE TABLE benchmark_stages (run_id TEXT NOT NULL REFERENCES benchmark_runs (id) ON DELETE CASCADE,
+        position INTEGER NOT NULL, stage TEXT NOT NULL, PRIMARY KEY (run_id, position)) WITHOUT ROWID;
+    CREATE TABLE node_counters (node_id TEXT PRIMARY KEY, incarnation TEXT NOT NULL, base TEXT NOT NULL,
+        current TEXT NOT NULL, saved_at REAL NOT NULL) WITHOUT ROWID;
+    """,
+)
+"""Statements that lead from each version of the schema to the next; the version is SQLite's ``user_version``."""
+
+
+class Database:
+    """One connection, used by one thread at a time.
+
+    Args:
+        path: the file; it and missing folders are made, for their owner only.
+
+    Raises:
+        ConfigError: the file cannot be made or opened, is no database, or was written by a newer version.
+    """
+
+    def __init__(self, path: Path, *, migrations: Sequence[str] = MIGRATIONS) -> None:
+        self.changes = 0
+        """Grows with every transaction that changed something."""
+        self._lock = threading.Lock()
+        self._path = path
+        try:
+            _make_private(path)
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False, cached_statements=64
+            )
+        except (OSError, sqlite3.Error) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or "SQLite refuses it"
+            raise ConfigError(
+                f"the state file {path} cannot be opened: {why}", remedy="choose another with --state"
+            ) from None
+        try:
+            self._connection.row_factory = sqlite3.Row
+            for statement in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
+                self._connection.execute(f"PRAGMA {statement}")
+            self._migrate(migrations)
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
+            remedy = "move it away to begin anew, or restore it"
+            raise ConfigError(f"the state file {path} is damaged or in use: {error}", remedy=remedy) from None
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            self._connection.close()
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Everything in the block is written, or nothing."""
+        with self._lock:
+            before = self._connection.total_changes
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+            self.changes += self._connection.total_changes != before
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[sqlite3.Connection]:
+        """All reads in the block see one state; nothing may be written."""
+        with self._lock:
+            self._connection.execute("BEGIN")
+            try:
+                yield self._connection
+            finally:
+                self._connection.execute("ROLLBACK")
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """All rows of a query."""
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    def row(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """The first row of a query, or None."""
+        found = self.rows(query, *values)
+        return found[0] if found else None
+
+    def _migrate(self, migrations: Sequence[str]) -> None:
+        with self.transaction() as connection:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version > len(migrations):
+                text = f"the state file {self._path} was written by a newer version of this program"
+                raise ConfigError(text, remedy="upgrade, or choose another with --state")
+            for statements in migrations[version:]:
+                # executescript() would commit first; the schema must change in one transaction.
+                for statement in statements.split(";"):
+                    if statement.strip():
+                        connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {len(migrations)}")
+
+
+def _make_private(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Before SQLite makes it by the umask; its companions (-wal, -shm) take over the mode of the file.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        os.fchmod(descriptor, 0o600)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,81 @@
+"""The file that keeps which identity key belongs to which node id, so that a stolen name is refused after a restart, too.
+
+``known_nodes.json`` in the node's folder, mode 0600: ``{"node id": "64 hexadecimal digits", …}``, the node seen longest ago
+first. A machine that was set up anew has a new key: remove its line while this node is stopped, else the old key stays right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from kakeya_zmq.protocol.identities import NODES_MAX
+from wire.errors import ConfigError
+from wire.keys import KEY_BYTES
+from wire.limits import NAME_CHARACTERS_MAX
+
+KNOWN_NODES_FILE: Final = "known_nodes.json"
+FILE_BYTES_MAX: Final = NODES_MAX * (6 * NAME_CHARACTERS_MAX + 2 * KEY_BYTES + 16)
+"""With every character of every name escaped."""
+
+
+def load_known_nodes(folder: Path) -> dict[str, bytes]:
+    """node id → public key; nothing when there is no file yet.
+
+    Raises:
+        ConfigError: the file cannot be read or is damaged. It is not ignored: without it a stolen name would be taken.
+    """
+    path = folder / KNOWN_NODES_FILE
+    try:
+        with path.open("rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or 'unknown error'}", remedy="check its mode") from None
+    try:
+        return _parse(data)
+    except (ValueError, RecursionError):
+        remedy = "repair it, or remove it to trust every node anew"
+        raise ConfigError(f"{path} is damaged", remedy=remedy) from None
+
+
+def _parse(data: bytes) -> dict[str, bytes]:
+    if len(data) > FILE_BYTES_MAX:
+        raise ValueError("too large")
+    document = json.loads(data)
+    if not isinstance(document, dict):
+        raise ValueError("not an object")
+    found = {}
+    for node_id, text in document.items():
+        key = bytes.fromhex(text) if isinstance(text, str) else b""
+        if not 1 <= len(node_id) <= NAME_CHARACTERS_MAX or len(key) != KEY_BYTES:
+            raise ValueError("not a node")
+        found[node_id] = key
+    return found
+
+
+def save_known_nodes(folder: Path, nodes: Mapping[str, bytes]) -> None:
+    """Replace the file as a whole.
+
+    Raises:
+        OSError: it cannot be written; the old one stays.
+    """
+    path = folder / KNOWN_NODES_FILE
+    text = json.dumps({node_id: key.hex() for node_id, key in nodes.items()}, indent=0)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,104 @@
+"""What gathering knows of one cache holder: what it holds of the prompt, and the fetch that runs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kakeya_zmq.blocks import Block
+from kakeya_zmq.protocol.effects import AskId, LaneId
+from kakeya_zmq.protocol.estimates import LinkShare
+from kakeya_zmq.protocol.hedge import Watch
+from kakeya_zmq.protocol.prepare_values import PeerView
+from wire.codec import unpack_bitmap
+from wire.messages import LinkCodec, LookupReply, PartKind, PartRef, Tail
+
+NO_LEASE = bytes(16)
+
+
+@dataclass(slots=True)
+class PeerFetch:
+    """A fetch under way. ``watch`` counts bytes."""
+
+    ask: AskId
+    refs: tuple[PartRef, ...]
+    started: float
+    grant_deadline: float
+    watch: Watch
+    check_at: float
+    lane: LaneId | None = None
+    codec: LinkCodec = LinkCodec.NONE
+    ask_open: bool = True
+
+
+@dataclass(slots=True)
+class Peer:
+    """One cache holder. ``part_bytes``: mean size of what it holds, by kind."""
+
+    view: PeerView
+    trusted: bool = True
+    lookup: AskId | None = None
+    presence: set[PartRef] = field(default_factory=set)
+    part_bytes: tuple[int, int, int] = (0, 0, 0)
+    lease_id: bytes = NO_LEASE
+    fetch: PeerFetch | None = None
+
+    @property
+    def name(self) -> str:
+        return f"cache {self.view.node_id}"
+
+    def has(self, ref: PartRef) -> bool:
+        return self.trusted and ref in self.presence
+
+    def owns(self, ask: AskId) -> bool:
+        return self.lookup == ask or (self.fetch is not None and self.fetch.ask == ask)
+
+    def share(self, refs: Iterable[PartRef]) -> LinkShare:
+        """What it would cost to get these from it."""
+        size_bytes = sum(self.part_bytes[ref.kind] for ref in refs)
+        return LinkShare(self.view.node_id, size_bytes, self.view.round_trip_ms, self.view.megabytes_per_second)
+
+    def take_reply(
+        self,
+        reply: LookupReply,
+        asked: Sequence[Block],
+        ends: Mapping[bytes, int],
+        is_own: Callable[[Tail], bool],
+    ) -> list[Block]:
+        """Remember what the peer holds.
+
+        Args:
+            asked: the blocks of the lookup.
+            ends: block hash to the end of that block, the root included.
+            is_own: whether a tail's tokens are the prompt's own.
+
+        Returns:
+            Tails of other prompts that go on with this prompt's tokens.
+
+        Raises:
+            RemoteProtocolError: the reply is not one to this lookup.
+        """
+        self.lease_id = reply.lease_id
+        presence: set[PartRef] = set()
+        for kind in PartKind:
+            held = unpack_bitmap(reply.present[kind], len(asked))
+            presence.update(
+                PartRef(block_hash=block.block_hash, kind=kind)
+                for block, is_held in zip(asked, held, strict=True)
+                if is_held
+            )
+        self.part_bytes = reply.part_bytes
+        tails: list[Block] = []
+        for tail in reply.tails:
+            if is_own(tail):
+                tails.append(Block(tail.block_hash, tail.parent_hash, ends[tail.parent_hash], tail.token_count))
+                presence.update(
+                    PartRef(block_hash=tail.block_hash, kind=kind) for kind in PartKind if tail.kinds >> kind & 1
+                )
+        self.presence = presence
+        return tails
+
+
+def link_order(view: PeerView) -> tuple[float, float, str]:
+    """Sort key: the fastest measured link first, unmeasured ones last, then the shorter round trip."""
+    return (-(view.megabytes_per_second or 0.0), view.round_trip_ms, view.node_id)

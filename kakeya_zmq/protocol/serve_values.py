@@ -1,0 +1,110 @@
+"""The transfers a cache service has open, and the plain rules of what it takes and answers; no state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from kakeya_zmq.blocks import Part
+from kakeya_zmq.protocol.effects import RequestKey
+from kakeya_zmq.store import BlockStore
+from wire import limits
+from wire.ids import LeaseId, NodeId
+from wire.messages import PartMeta, PartRef, PublishOffer, PublishResult
+
+
+class TransferPhase(Enum):
+    OPENING = "opening"
+    RUNNING = "running"
+    CLOSING = "closing"
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A fetch being served."""
+
+    key: RequestKey
+    node_id: NodeId
+    phase: TransferPhase
+    idle_at: float
+    parts: tuple[Part, ...]
+    lease_id: LeaseId | None
+    """The asker's, while it still exists."""
+    lease_generation: int
+    renew_at: float
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(part.meta.length_bytes for part in self.parts)
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A publish being received."""
+
+    key: RequestKey
+    node_id: NodeId
+    phase: TransferPhase
+    idle_at: float
+    fingerprint: bytes
+    wanted: bytes
+    """Bitmap over the offer."""
+    outstanding: dict[PartRef, PartMeta]
+    reservation_id: bytes
+    held_lease_id: LeaseId | None
+    """Ours, on the offered parts that were already held."""
+    stored: int
+    already_held: int
+    refused: int
+    reason: str
+
+
+Transfer: TypeAlias = Outgoing | Incoming
+
+
+def offer_problem(body: PublishOffer, store: BlockStore, part_bytes_max: int) -> str:
+    """What is wrong with an offer, or an empty string; nothing has been allocated for it yet."""
+    by_hash: dict[bytes, PartMeta] = {}
+    refs: set[PartRef] = set()
+    for meta in body.parts:
+        if meta.length_bytes > part_bytes_max:
+            return f"a part of {meta.length_bytes} bytes; at most {part_bytes_max} are accepted"
+        known = by_hash.setdefault(meta.block_hash, meta)
+        if (known.parent_hash, known.start, known.token_count) != (meta.parent_hash, meta.start, meta.token_count):
+            return "two parts of one block differ in their place"
+        refs.add(meta.ref)
+    if len(refs) < len(body.parts):
+        return "a part is offered twice"
+    for meta in by_hash.values():
+        parent = by_hash.get(meta.parent_hash)
+        if (parent is not None and parent.end != meta.start) or store.contradicts(meta, fingerprint=body.fingerprint):
+            return "a part does not follow its parent block"
+    if sum(meta.length_bytes for meta in body.parts) > limits.TRANSFER_BYTES_MAX:
+        return f"the offer is larger than {limits.TRANSFER_BYTES_MAX} bytes"
+    return ""
+
+
+def fitting_prefix(lacking: Sequence[PartMeta], room_bytes: int) -> tuple[PartMeta, ...]:
+    """The longest prefix of what is lacking that fits into the room, in prefix order."""
+    fitting: list[PartMeta] = []
+    for meta in sorted(lacking, key=lambda meta: (meta.start, meta.kind)):
+        if meta.length_bytes > room_bytes:
+            break
+        room_bytes -= meta.length_bytes
+        fitting.append(meta)
+    return tuple(fitting)
+
+
+def publish_result(stored: int, already_held: int, refused: int, reason: str) -> PublishResult:
+    return PublishResult(stored_parts=stored, already_held_parts=already_held, refused_parts=refused, reason=clip(reason))
+
+
+def renew_at(now: float) -> float:
+    """When to renew a lease that was given or renewed ``now``, in seconds."""
+    return now + limits.LEASE_MS_DEFAULT / 2000
+
+
+def clip(text: str) -> str:
+    return text[: limits.TEXT_CHARACTERS_MAX]

@@ -1,0 +1,167 @@
+"""What is held fast in a store: leases that end by release or by time, and pins.
+
+A lease keeps parts, not references: a part that was invalidated and stored again under the same name is not in it. Expiry
+times wait in a heap that is put right only when its first entry is looked at.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kakeya_zmq.store_index import HeldPart
+from kakeya_zmq.store_values import LEASES_MAX, LeaseError, LeaseInfo
+from wire.errors import CapacityError, FailureCode
+from wire.ids import LeaseId
+
+
+@dataclass(slots=True)
+class Lease:
+    info: LeaseInfo
+    parts: set[HeldPart]
+    """What it holds: the parts of its info less what was invalidated."""
+
+
+class LeaseTable:
+    """Leases and pins of one store.
+
+    Args:
+        random_bytes: makes lease ids.
+    """
+
+    __slots__ = ("_expiries", "_generation", "_leases", "_pins", "_random_bytes", "bytes_locked")
+
+    def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
+        self._random_bytes = random_bytes
+        self._leases: dict[LeaseId, Lease] = {}
+        self._expiries: list[tuple[float, LeaseId]] = []
+        self._pins: set[HeldPart] = set()
+        self._generation = 0
+        self.bytes_locked = 0
+        """Payload bytes of parts that are leased or pinned, each counted once."""
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(self, parts: Iterable[HeldPart], now: float, lease_ms: int, stamp: int) -> LeaseInfo:
+        """Lease parts that are held, each once however often it is named, and mark them as used at ``stamp``.
+
+        Raises:
+            CapacityError: there are LEASES_MAX leases.
+            LeaseError: there are no parts (NOT_FOUND).
+        """
+        self.expire(now)
+        if len(self._leases) >= LEASES_MAX:
+            raise CapacityError(f"the store already keeps {LEASES_MAX} leases")
+        found = tuple(dict.fromkeys(parts))
+        if not found:
+            raise LeaseError(FailureCode.NOT_FOUND, "none of the parts is held")
+        for held in found:  # inlined: a long prompt has thousands of parts
+            held.stamp = held.block.stamp = stamp
+            if held.locks == 0:
+                self.bytes_locked += len(held.payload)
+            held.locks += 1
+        self._generation += 1
+        lease_id = LeaseId(self._random_bytes(16))
+        info = LeaseInfo(lease_id, found, self._generation, now + lease_ms / 1000)
+        self._leases[lease_id] = Lease(info, set(found))
+        heapq.heappush(self._expiries, (info.expires_at, lease_id))
+        return info
+
+    def live(self, lease_id: LeaseId, now: float) -> Lease:
+        """Raises LeaseError (NOT_FOUND) when the lease is unknown or has expired."""
+        lease = self._leases.get(lease_id)
+        if lease is None or now >= lease.info.expires_at:
+            raise LeaseError(FailureCode.NOT_FOUND, "the lease is unknown or has expired")
+        return lease
+
+    def renew(self, lease_id: LeaseId, now: float, lease_ms: int, generation: int | None) -> LeaseInfo:
+        """Let a lease end ``lease_ms`` from now, or when it would have ended, whichever is later.
+
+        Raises:
+            LeaseError: NOT_FOUND when it is unknown, has expired, or is of another generation.
+        """
+        lease = self.live(lease_id, now)
+        info = lease.info
+        if generation is not None and generation != info.generation:
+            raise LeaseError(FailureCode.NOT_FOUND, "the lease is of another generation")
+        expires_at = max(info.expires_at, now + lease_ms / 1000)
+        lease.info = LeaseInfo(info.lease_id, info.parts, info.generation, expires_at)
+        return lease.info
+
+    def release(self, lease_id: LeaseId) -> bool:
+        """End a lease; False when there is none (any more)."""
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            return False
+        for held in lease.parts:
+            self.unlock(held)
+        if len(self._expiries) > 2 * len(self._leases) + 64:
+            self._expiries = [(kept.info.expires_at, kept_id) for kept_id, kept in self._leases.items()]
+            heapq.heapify(self._expiries)
+        return True
+
+    def expire(self, now: float) -> int:
+        """End every lease whose time has come; returns how many."""
+        ended = 0
+        while (due := self.next_expiry()) is not None and due <= now:
+            ended += self.release(heapq.heappop(self._expiries)[1])
+        return ended
+
+    def next_expiry(self) -> float | None:
+        """When the next lease ends, seconds; None without leases."""
+        while self._expiries:
+            queued, lease_id = self._expiries[0]
+            lease = self._leases.get(lease_id)
+            if lease is not None and lease.info.expires_at == queued:
+                return queued
+            heapq.heappop(self._expiries)
+            if lease is not None:  # renewed since it was queued
+                heapq.heappush(self._expiries, (lease.info.expires_at, lease_id))
+        return None
+
+    def pin(self, held: HeldPart) -> None:
+        """Hold a part until it is unpinned; pinning twice is pinning once."""
+        if held not in self._pins:
+            self._pins.add(held)
+            self.lock(held)
+
+    def unpin(self, held: HeldPart) -> None:
+        """Idempotent."""
+        if held in self._pins:
+            self._pins.remove(held)
+            self.unlock(held)
+
+    def lock(self, held: HeldPart) -> None:
+        if held.locks == 0:
+            self.bytes_locked += len(held.payload)
+        held.locks += 1
+
+    def unlock(self, held: HeldPart) -> None:
+        held.locks -= 1
+        if held.locks == 0:
+            self.bytes_locked -= len(held.payload)
+            held.block.namespace.requeue(held.block)
+
+    def forget(self, held: HeldPart) -> None:
+        """The part is dropped although it may be leased or pinned."""
+        if not held.locks:
+            return
+        for lease in self._leases.values():
+            lease.parts.discard(held)
+        self._pins.discard(held)
+        held.locks = 1
+        self.unlock(held)
+
+    def clear(self) -> None:
+        """Every part is dropped: nothing is held fast any more."""
+        for lease in self._leases.values():
+            for held in lease.parts:
+                held.locks = 0
+        for held in self._pins:
+            held.locks = 0
+        self._leases.clear()
+        self._expiries.clear()
+        self._pins.clear()
+        self.bytes_locked = 0

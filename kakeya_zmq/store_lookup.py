@@ -1,0 +1,82 @@
+"""Finding a prompt's parts in a store: one pass over its hashes, without a value for each block.
+
+A lookup of the longest prompt has 8,192 blocks and runs on the reactor's thread, so nothing here may cost more than a
+microsecond a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kakeya_zmq.blocks import ROOT_HASH
+from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
+from kakeya_zmq.store_values import TAILS_PER_LOOKUP_MAX, Finding, Survey
+from wire import limits
+from wire.messages import Requirement, Tail
+
+
+def survey_of(found: Sequence[HeldBlock | None]) -> Survey:
+    """Presence of every kind in each block, and the mean size of what is there."""
+    full = [None if block is None else block.full for block in found]
+    window = [None if block is None else block.window for block in found]
+    state = [None if block is None else block.state for block in found]
+    return Survey(
+        present=(_presence(full), _presence(window), _presence(state)),
+        mean_bytes=(_mean_bytes(full), _mean_bytes(window), _mean_bytes(state)),
+    )
+
+
+def find_prompt(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, requirement: Requirement) -> Finding:
+    """What is held of a prompt whose blocks have these hashes, in prefix order."""
+    get = tree.blocks.get
+    found = [get(block_hash) for block_hash in hashes]
+    parts: list[HeldPart] = []
+    length = len(hashes)
+    for index, block in enumerate(found):
+        if block is None or (requirement.full and block.full is None):
+            if requirement.full:  # no hit can do without it
+                length = index
+                break
+            continue
+        if block.full is not None:
+            parts.append(block.full)
+        if block.window is not None:
+            parts.append(block.window)
+        if block.state is not None:
+            parts.append(block.state)
+    tail_blocks = _tail_blocks(tree, hashes, fingerprint, requirement.block_tokens)
+    reachable = {ROOT_HASH, *hashes[:length]} if tail_blocks else set()
+    for block in tail_blocks:
+        if block.parent_hash in reachable:
+            parts += block.parts()
+    return Finding(survey_of(found), tuple([tail_of(block) for block in tail_blocks]), tuple(parts))
+
+
+def tail_of(block: HeldBlock) -> Tail:
+    return Tail(
+        parent_hash=block.parent_hash,
+        block_hash=block.block_hash,
+        token_count=block.token_count,
+        kinds=block.kinds,
+    )
+
+
+def _tail_blocks(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, block_tokens: int) -> list[HeldBlock]:
+    """Tails under the asked blocks and the root, longest prefix first, longer tails first, at most as many as an answer
+    has room for."""
+    found: list[HeldBlock] = []
+    for parent in tree.parents_of_tails(fingerprint, (*reversed(hashes), ROOT_HASH), block_tokens):
+        under = tree.tails(fingerprint, parent, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
+        found += sorted(under, key=lambda block: -block.token_count)
+        if len(found) >= TAILS_PER_LOOKUP_MAX:
+            break
+    return found[:TAILS_PER_LOOKUP_MAX]
+
+
+def _presence(row: Sequence[HeldPart | None]) -> tuple[bool, ...]:
+    return tuple([held is not None for held in row])
+
+
+def _mean_bytes(row: Sequence[HeldPart | None]) -> int:
+    lengths = [len(held.payload) for held in row if held is not None]
+    return sum(lengths) // len(lengths) if lengths else 0

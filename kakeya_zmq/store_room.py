@@ -1,0 +1,179 @@
+"""The room of a store: what is used and reserved of its budget, and making room by evicting.
+
+``bytes_used + bytes_reserved <= max_bytes``, always. What is held fast (:mod:`kakeya_zmq.store_leases`) is not evicted, and
+reserved room is given to nobody else; what goes first is the tree's business (:mod:`kakeya_zmq.store_index`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart, Namespace
+from kakeya_zmq.store_leases import LeaseTable
+from kakeya_zmq.store_log import EventLog
+from kakeya_zmq.store_values import Change, ReservationId
+from wire.errors import CapacityError, InvalidInput
+
+
+class StoreRoom:
+    """See the module's text.
+
+    Args:
+        max_bytes: the budget, > 0.
+        tree: the held blocks.
+        leases: what of them is held fast.
+        log: learns of every change.
+        quota_bytes: bound for one fingerprint, or None for no bound of its own.
+    """
+
+    def __init__(
+        self,
+        max_bytes: int,
+        tree: BlockTree,
+        leases: LeaseTable,
+        log: EventLog,
+        quota_bytes: Callable[[bytes], int | None],
+    ) -> None:
+        if max_bytes <= 0:
+            raise InvalidInput(f"the store needs a positive size, not {max_bytes}")
+        self.max_bytes = max_bytes
+        self.bytes_used = 0
+        self.bytes_reserved = 0
+        self.entry_count = 0
+        self.epoch = 1
+        self.evictions = 0
+        self.bytes_evicted = 0
+        self._tree = tree
+        self._leases = leases
+        self._log = log
+        self._quota_bytes = quota_bytes
+        self._reservations: dict[ReservationId, int] = {}
+
+    # --- reservations and size -----------------------------------------------------------------------------------
+
+    def reserve(self, reservation_id: ReservationId, reserved_bytes: int, now: float) -> None:
+        """Set room aside, evicting what may go.
+
+        Raises:
+            CapacityError: leases, pins and other reservations leave less than that.
+            InvalidInput: the id is in use, or the size is not positive.
+        """
+        if reservation_id in self._reservations or reserved_bytes <= 0:
+            raise InvalidInput("a reservation needs a new id and a positive size")
+        self.make_room(reserved_bytes, now, beneficiary=None)
+        self._reservations[reservation_id] = reserved_bytes
+        self.bytes_reserved += reserved_bytes
+
+    def reserved_for(self, reservation_id: ReservationId | None, length_bytes: int) -> int:
+        """How much of so many bytes a reservation covers."""
+        return 0 if reservation_id is None else min(self._reservations.get(reservation_id, 0), length_bytes)
+
+    def use_reservation(self, reservation_id: ReservationId, used_bytes: int) -> None:
+        """So much of it has been filled."""
+        self._reservations[reservation_id] -= used_bytes
+        self.bytes_reserved -= used_bytes
+
+    def release_reservation(self, reservation_id: ReservationId) -> None:
+        """Give back what is left of a reservation; idempotent."""
+        self.bytes_reserved -= self._reservations.pop(reservation_id, 0)
+
+    def resize(self, max_bytes: int, now: float, evictions_max: int | None) -> bool:
+        """Change the budget, evicting down to it; False when it is still larger than asked for.
+
+        Raises:
+            InvalidInput: the size is not positive.
+        """
+        if max_bytes <= 0:
+            raise InvalidInput(f"the store needs a positive size, not {max_bytes}")
+        self._leases.expire(now)
+        reached = max(max_bytes, self.bytes_reserved + self._leases.bytes_locked)
+        if reached < self.max_bytes:
+            excess = self.bytes_used + self.bytes_reserved - reached
+            self._evict_down(excess, beneficiary=None, evictions_max=evictions_max)
+        self.max_bytes = max(reached, self.bytes_used + self.bytes_reserved)
+        return self.max_bytes == max_bytes
+
+    # --- making room ---------------------------------------------------------------------------------------------
+
+    def make_quota_room(self, namespace: Namespace, length_bytes: int, now: float) -> None:
+        """Evict until a namespace with a quota can take so many bytes.
+
+        Raises:
+            CapacityError: what of it is held fast leaves less than that.
+        """
+        quota = self._quota_bytes(namespace.fingerprint)
+        if quota is None or namespace.bytes_used + length_bytes <= quota:
+            return
+        self._leases.expire(now)
+        while namespace.bytes_used + length_bytes > quota:
+            victims = self._tree.victim((namespace,))
+            if not victims:
+                raise CapacityError(f"the namespace's quota of {quota} bytes is used up by what can't be evicted")
+            self.evict(victims)
+
+    def make_room(self, needed_bytes: int, now: float, *, beneficiary: HeldBlock | None) -> None:
+        """Evict until so many bytes are free; the beneficiary's own prefix is spared.
+
+        Raises:
+            CapacityError: what is held fast or reserved leaves less than that.
+        """
+        missing = self.bytes_used + self.bytes_reserved + needed_bytes - self.max_bytes
+        if missing <= 0:
+            return
+        self._leases.expire(now)
+        if missing > self.bytes_used - self._leases.bytes_locked:
+            raise CapacityError(
+                f"no room for {needed_bytes} bytes: of {self.max_bytes} bytes {self._leases.bytes_locked} are held fast "
+                f"and {self.bytes_reserved} reserved"
+            )
+        if not self._evict_down(missing, beneficiary=beneficiary):
+            raise CapacityError(f"no room for {needed_bytes} bytes without evicting the prefix they belong to")
+
+    def _evict_down(self, excess_bytes: int, *, beneficiary: HeldBlock | None, evictions_max: int | None = None) -> bool:
+        target = self.bytes_used - excess_bytes
+        last = None if evictions_max is None else self.evictions + evictions_max
+        while self.bytes_used > target:
+            if last is not None and self.evictions >= last:
+                return False
+            victims = self._tree.victim(self._tree.namespaces.values())
+            if not victims:
+                return self._evict_interior(target, beneficiary)
+            self.evict(victims)
+        return True
+
+    def _evict_interior(self, target: int, beneficiary: HeldBlock | None) -> bool:
+        """No leaf may go: take unlocked parts out from under locked descendants, oldest first. Rare, so a plain scan."""
+        spared = {beneficiary, *self._tree.ancestors(beneficiary)} if beneficiary is not None else set()
+        candidates = [
+            held for b in self._tree.blocks.values() if b not in spared for held in b.parts() if not held.locks
+        ]  # fmt: skip
+        candidates.sort(key=lambda held: (held.stamp, -held.block.start))
+        for held in candidates:
+            if self.bytes_used <= target:
+                break
+            self.evict((held,))
+        return self.bytes_used <= target
+
+    def evict(self, victims: Sequence[HeldPart]) -> None:
+        """Drop parts that may go, to make room."""
+        for held in victims:
+            assert not held.locks, "what is leased or pinned is not evicted"
+            self.evictions += 1
+            self.bytes_evicted += held.length_bytes
+            self.drop(held, "evicted")
+
+    def drop(self, held: HeldPart, change: Change) -> None:
+        """Take a part out; it is not held fast (any more)."""
+        block = held.block
+        block.set_part(held.kind, None)
+        block.namespace.bytes_used -= held.length_bytes
+        self.bytes_used -= held.length_bytes
+        self.entry_count -= 1
+        if not block.kinds:
+            self._tree.remove(block)
+        self.record(change, held)
+
+    def record(self, change: Change, held: HeldPart) -> None:
+        """Something changed: the epoch grows, readers of the log learn it."""
+        self.epoch += 1
+        self._log.add(change, held)

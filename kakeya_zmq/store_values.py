@@ -1,0 +1,115 @@
+"""The values a block store gives out, and what it raises; re-exported by :mod:`kakeya_zmq.store`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Literal, TypeAlias
+
+from kakeya_zmq.store_index import HeldPart
+from wire.errors import FailureCode, KakeyaError
+from wire.ids import LeaseId
+from wire.messages import PartKind, PartRef, Tail
+
+LEASES_MAX: Final = 4096
+"""Leases at one time; a lookup beyond them gets its answer without a lease."""
+NAMESPACES_MAX: Final = 256
+"""Fingerprints at one time: eviction compares the oldest part of each."""
+EVENTS_MAX: Final = 4096
+"""Events remembered for readers; one that fell further behind must resynchronise."""
+TAILS_PER_LOOKUP_MAX: Final = 64
+"""Tails in one answer: the bound of LookupReply.tails."""
+
+ReservationId: TypeAlias = bytes
+Change: TypeAlias = Literal["stored", "evicted", "invalidated"]
+
+
+class LeaseError(KakeyaError):
+    """A lease is unknown, has expired, or does not cover what was asked."""
+
+    def __init__(self, code: FailureCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class PutOutcome(Enum):
+    STORED = "stored"
+    ALREADY_HELD = "already held"
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseInfo:
+    """``generation`` tells two leases apart in logs and checks; ``parts`` are handles of the store."""
+
+    lease_id: LeaseId
+    parts: tuple[HeldPart, ...]
+    generation: int
+    expires_at: float
+
+    @property
+    def refs(self) -> tuple[PartRef, ...]:
+        """What is held fast, without repetitions, in the order in which it was asked for."""
+        return tuple([held.ref for held in self.parts])
+
+
+@dataclass(frozen=True, slots=True)
+class StoreEvent:
+    """One change of the contents. ``evicted``: to make room, or because the budget shrank; ``invalidated``: on demand."""
+
+    sequence: int
+    change: Change
+    block_hash: bytes
+    kind: PartKind
+    size_bytes: int
+
+    @property
+    def ref(self) -> PartRef:
+        return PartRef(block_hash=self.block_hash, kind=self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Evictions:
+    """Totals since the store was made: two of them tell what was evicted in between, however much it was."""
+
+    parts: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Which of some blocks' parts are held. Index of the outer tuples: PartKind."""
+
+    present: tuple[tuple[bool, ...], tuple[bool, ...], tuple[bool, ...]]
+    mean_bytes: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What of a prompt is held. ``parts`` are handles of what a hit could use, in prefix order, tails at the end."""
+
+    survey: Survey
+    tails: tuple[Tail, ...]
+    parts: tuple[HeldPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    bytes_used: int
+    max_bytes: int
+    bytes_reserved: int
+    bytes_locked: int
+    """Held fast by leases and pins."""
+    entry_count: int
+    """Parts."""
+    block_count: int
+    cache_epoch: int
+    lookup_hits: int
+    lookup_misses: int
+    tokens_served: int
+    bytes_served: int
+    evictions: int
+    """Parts."""
+    bytes_evicted: int
+    put_failures: int
+    collisions_same_hash: int
+    leases: int

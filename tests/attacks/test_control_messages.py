@@ -1,0 +1,307 @@
+"""Attacks on the control plane by somebody who holds the transport's keys but not the session's, and by a rude member."""
+
+from __future__ import annotations
+
+import os
+
+import msgpack
+import pytest
+
+from tests.attacks.kit import GET_STATUS, RawClient, Siege
+from tests.vectors import independent as wire
+from tests.vectors.independent import Identity
+
+MALFORMED = ("a control message has two frames", "wrong header length", "not a control message", "malformed header")
+NOTHING_S = 0.3
+"""How long an attacker waits to see that nothing comes back."""
+SEAL = "the seal is broken"
+
+
+def silence(client: RawClient) -> None:
+    assert client.receive(NOTHING_S) is None
+
+
+def test_the_second_implementation_is_served(siege: Siege) -> None:
+    with siege.client() as client:
+        session = client.join()
+        tag, number, body = client.ask(session, GET_STATUS)
+        assert (tag, number, body[0], body[1]) == (4, 1, 111, "target")
+
+
+# --- who has no key, or the wrong one -----------------------------------------------------------------------------------
+
+
+def test_another_fleets_key(siege: Siege) -> None:
+    with (
+        siege.expect("a connection was refused: its PSK is not this fleet's"),
+        RawClient(siege.address, os.urandom(32)) as client,
+    ):
+        hello, _ = client.hello(Identity.new("stranger"))
+        client.socket.send_multipart(hello)
+        silence(client)
+
+
+def test_unsealed(siege: Siege) -> None:
+    """Behind the transport's handshake (its keys leaked, say): what is not sealed under the PSK is nothing."""
+    with siege.expect(SEAL, count=2), siege.client() as client:
+        plain = msgpack.packb(["x", bytes(32), bytes(32), 1, ["client"], "", bytes(64)])
+        client.send(wire.pack_header(wire.HELLO, wire.key_id(siege.psk)), plain)
+        session = client.join()
+        header = wire.pack_header(wire.SEALED, session.key_id, session.session_id, 1)
+        client.send(header, msgpack.packb([1, 1, 1000, GET_STATUS]))
+        silence(client)
+
+
+def test_sealed_with_the_wrong_key(siege: Siege) -> None:
+    with siege.expect("another fleet key", SEAL, count=3), siege.client() as client:
+        other_psk = os.urandom(32)
+        secret = os.urandom(32)
+        foreign = wire.make_hello(other_psk, Identity.new("x"), wire.curve_pair(secret)[0])
+        client.send(*foreign)
+        # With our key id in front, too.
+        client.send(wire.pack_header(wire.HELLO, wire.key_id(siege.psk)), foreign[1])
+        session = client.join()
+        header = wire.pack_header(wire.SEALED, session.key_id, session.session_id, 1)
+        client.send(header, wire.seal(os.urandom(32), header, msgpack.packb([7])))
+        silence(client)
+
+
+def test_a_hello_signed_by_another_identity(siege: Siege) -> None:
+    with siege.expect("the signature does not hold"), siege.client() as client:
+        who = Identity.new("honest-name")
+        fields = [who.node_id, who.public, os.urandom(32), 1, ["client"], "", bytes(64)]
+        forged = wire.sign_fields(Identity.new("x").signing, b"kakeya-zmq hello\0", fields)
+        header = wire.pack_header(wire.HELLO, wire.key_id(siege.psk))
+        client.send(header, wire.seal_prefixed(wire.purpose_key(siege.psk, "kz hello"), header, msgpack.packb(forged)))
+        silence(client)
+
+
+# --- order and place ----------------------------------------------------------------------------------------------------
+
+
+def test_a_replayed_hello(siege: Siege) -> None:
+    with siege.expect("a replayed hello"), siege.client() as victim, siege.client() as thief:
+        hello, _ = victim.hello(Identity.new("victim"))
+        victim.send(*hello)
+        assert victim.receive() is not None
+        thief.send(*hello)
+        silence(thief)
+
+
+def test_a_replayed_request(siege: Siege) -> None:
+    with siege.expect("the counter is not new", "a session on another connection", count=2), siege.client() as client:
+        session = client.join()
+        frames = session.seal([1, 1, 1000, GET_STATUS])
+        client.send(*frames)
+        assert client.answer_to(session, 1)[0] == 4
+        client.send(*frames)
+        with siege.client() as thief:
+            thief.send(*frames)
+            silence(thief)
+        silence(client)
+
+
+def test_a_stale_message(siege: Siege) -> None:
+    """A message that was held back on the way is not taken any more once a later one was."""
+    with siege.expect("the counter is not new"), siege.client() as client:
+        session = client.join()
+        held_back = session.seal([1, 1, 1000, GET_STATUS])
+        client.ask(session, GET_STATUS, number=2)
+        client.send(*held_back)
+        silence(client)
+
+
+def test_a_message_from_the_future(siege: Siege) -> None:
+    """Raising the counter of a captured message breaks its seal, and does not keep the session's own next messages out."""
+    with siege.expect(SEAL), siege.client() as client:
+        session = client.join()
+        _, body = session.seal([1, 1, 1000, GET_STATUS])
+        client.send(wire.pack_header(wire.SEALED, session.key_id, session.session_id, 2**64 - 1), body)
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+def test_a_reflected_answer(siege: Siege) -> None:
+    """The server's own messages are no requests: each direction has its own key."""
+    with siege.expect(SEAL, "the counter is not new", "an unexpected message", count=2), siege.client() as client:
+        hello, secret = client.hello(Identity.new("mirror"))
+        client.send(*hello)
+        welcome = client.receive()
+        assert welcome is not None
+        session = wire.start_session(siege.psk, secret, hello, welcome[0], welcome[1])
+        client.send(*session.seal([1, 1, 1000, GET_STATUS]))
+        answer = client.receive()
+        assert answer is not None
+        client.send(*answer)
+        client.send(wire.pack_header(wire.SEALED, session.key_id, session.session_id, 50), answer[1])
+        client.send(*welcome)
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+def test_the_wrong_direction(siege: Siege) -> None:
+    """What only servers say is not taken from a client, not even properly sealed."""
+    with siege.expect("malformed client message", "an unexpected message", count=3), siege.client() as client:
+        session = client.join()
+        for envelope in ([4, 1, [100]], [5, 1, [202, 1]], [8]):
+            client.send(*session.seal(envelope))
+        header = wire.pack_header(wire.UNKNOWN_SESSION, session.key_id, session.session_id)
+        client.send(header, wire.seal_prefixed(wire.purpose_key(siege.psk, "kz welcome"), header, bytes(64)))
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+def test_redirected_to_another_node(siege: Siege, other: Siege) -> None:
+    with other.expect("an unknown session"), siege.client() as client, other.client() as thief:
+        session = client.join()
+        thief.send(*session.seal([1, 1, 1000, GET_STATUS]))
+        answer = thief.receive()
+        # "I don't know this session", signed by the other node: of no use to anybody.
+        assert answer is not None
+        assert wire.unpack_header(answer[0])[0] == wire.UNKNOWN_SESSION
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+def test_a_hello_that_is_redirected_opens_nothing(siege: Siege, other: Siege) -> None:
+    """Who passes a HELLO on to another node cannot use the WELCOME: that takes the client's ephemeral secret."""
+    with siege.client() as client, other.client() as thief:
+        hello, secret = client.hello(Identity.new("traveller"))
+        thief.send(*hello)
+        answer = thief.receive()
+        assert answer is not None
+        before = other.status().sections["node"]["open_requests"]
+        guess = wire.start_session(other.psk, os.urandom(32), hello, answer[0], answer[1])
+        with other.expect(SEAL):
+            thief.send(*guess.seal([1, 1, 1000, GET_STATUS]))
+            silence(thief)
+        assert other.status().sections["node"]["open_requests"] == before
+        # And the client takes it for what it is: signed by another node than it wanted.
+        client.send(*hello)
+        proper = client.receive()
+        assert proper is not None
+        assert wire.read_welcome(siege.psk, hello, *proper)[0] == "target"
+        assert wire.read_welcome(siege.psk, hello, *answer)[0] == "other"
+        assert secret
+
+
+# --- form ------------------------------------------------------------------------------------------------------------------
+
+
+def test_truncated(siege: Siege) -> None:
+    with siege.expect(*MALFORMED, SEAL, count=60), siege.client() as client:
+        session = client.join()
+        header, body = session.seal([1, 1, 1000, GET_STATUS])
+        for length in range(len(header)):
+            client.send(header[:length], body)
+        for length in range(len(body)):
+            client.send(header, body[:length])
+        client.send(header)
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+HEADER_FIELDS = {"magic": 0, "version": 2, "kind": 3, "key id": 4, "session id": 12, "counter": 28}
+
+
+@pytest.mark.parametrize("field", [*HEADER_FIELDS, "body"])
+def test_a_flipped_bit(siege: Siege, field: str) -> None:
+    """Any one bit, in any field: the message is not taken; the session goes on."""
+    reasons = (*MALFORMED, SEAL, "another protocol version", "another fleet key", "an unknown session")
+    reasons += ("an unexpected message", "the counter is not new")
+    edges = [*HEADER_FIELDS.values(), wire.CONTROL_HEADER.size]
+    with siege.client() as client:
+        session = client.join()
+        header, body = session.seal([1, 1, 1000, GET_STATUS])
+        if field == "body":
+            targets = [(1, position) for position in range(len(body))]
+        else:
+            first = HEADER_FIELDS[field]
+            last = next(edge for edge in edges if edge > first)
+            targets = [(0, position) for position in range(first, last)]
+        with siege.expect(*reasons, count=8 * len(targets)):
+            for frame, position in targets:
+                for bit in range(8):
+                    changed = [bytearray(header), bytearray(body)]
+                    changed[frame][position] ^= 1 << bit
+                    client.send(*map(bytes, changed))
+            assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+def test_an_unknown_version(siege: Siege) -> None:
+    with siege.expect("another protocol version", count=3), siege.client() as client:
+        for version in (0, 2, 255):
+            header = wire.pack_header(wire.HELLO, wire.key_id(siege.psk), version=version)
+            client.send(header, wire.seal_prefixed(wire.purpose_key(siege.psk, "kz hello"), header, b""))
+        silence(client)
+
+
+def test_messages_of_wrong_shape_from_a_member(siege: Siege) -> None:
+    with siege.expect("malformed client message", count=9), siege.client() as client:
+        session = client.join()
+        odd = [[], [99], [1], [1, -1, 1, GET_STATUS], [1, 1, 0, GET_STATUS], [1, 1, 1, [77]], [1, 1, 1, [12, 0]], {}, 1]
+        for message in odd:
+            client.send(*session.seal(message))
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+def test_many_frames_from_a_member(siege: Siege) -> None:
+    with siege.expect("a control message has two frames", count=2), siege.client() as client:
+        client.send(*([b"x" * 1000] * 2000))
+        session = client.join()
+        client.send(*session.seal([7]), b"", b"")
+        assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+# --- names -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_the_node_itself(siege: Siege) -> None:
+    with siege.expect("the node says hello with another identity key than before"), siege.client() as client:
+        hello, _ = client.hello(Identity.new("target"))
+        client.send(*hello)
+        silence(client)
+
+
+def test_a_stolen_name_is_refused_also_after_a_restart(siege: Siege, other: Siege) -> None:
+    stolen = "the node says hello with another identity key than before"
+    owner = Identity.new("owner")
+    with other.client() as client:
+        session = client.join(owner, roles=("worker",))
+        client.ask(session, GET_STATUS)
+    assert any(entry.get("node_id") == "owner" for entry in other.audited("registered"))
+    for restarted in (False, True):
+        if restarted:
+            other.node.terminate()
+            other.node.launch()
+            other.node.wait_ready()
+        with other.expect(stolen), other.client() as thief:
+            hello, _ = thief.hello(Identity.new("owner"), roles=("worker",))
+            thief.send(*hello)
+            silence(thief)
+        with other.client() as client:
+            assert client.ask(client.join(owner, roles=("worker",)), GET_STATUS)[0] == 4
+    known = (other.folder / "known_nodes.json").stat()
+    assert known.st_mode & 0o777 == 0o600
+
+
+# --- greed -----------------------------------------------------------------------------------------------------------------
+
+
+def test_more_requests_than_one_peer_may_make(siege: Siege) -> None:
+    """Over the limit: RESOURCE_EXHAUSTED with a hint; counted; others are served."""
+    release = [4, bytes(16)]
+    with siege.expect("a peer makes too many requests", count=100), siege.client() as client:
+        session = client.join()
+        for number in range(1, 6000):
+            client.send(*session.seal([1, number, 5000, release]))
+        failures = []
+        while (frames := client.receive(1.0)) is not None:
+            envelope = session.open(*frames)
+            if envelope[0] == 6:
+                failures.append(envelope)
+        assert len(failures) >= 100
+        assert {failure[2] for failure in failures} == {4}
+        assert all("try again in" in failure[3] for failure in failures)
+
+
+def test_hellos_without_end_on_one_connection(siege: Siege) -> None:
+    with siege.expect("a connection says hello too often", count=50), siege.client() as client:
+        who = Identity.new("eager")
+        for _ in range(60):
+            client.send(*client.hello(who)[0])

@@ -1,0 +1,30 @@
+"""Fixtures of the dashboard's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dashboard.web_kit import Web
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[Web]:
+    """A served dashboard with an API key and an empty state."""
+    made = Web(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def keyless(tmp_path: Path) -> Iterator[Web]:
+    """A served dashboard without an API key."""
+    made = Web(tmp_path, api_key="")
+    try:
+        yield made
+    finally:
+        made.close()

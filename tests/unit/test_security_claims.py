@@ -1,0 +1,42 @@
+"""docs/security.md and docs/privacy.md name tests that exist, and the attacks that exist are named."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from kakeya_zmq.audit import KINDS
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = {name: (ROOT / "docs" / name).read_text("utf-8") for name in ("security.md", "privacy.md")}
+
+
+def names_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text("utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_named_test_exists(name: str) -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", TEXTS[name])
+    assert named
+    for file, test in named:
+        assert (ROOT / file).is_file(), file
+        assert not test or test in names_in(ROOT / file), f"{file} has no {test}"
+
+
+def test_every_attack_is_named() -> None:
+    claims = {test for _, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", TEXTS["security.md"])}
+    for path in sorted((ROOT / "tests" / "attacks").glob("test_*.py")):
+        attacks = {test for test in names_in(path) if not re.match(r"test_(the_second|a_proper)", test)}
+        if path.name != "test_audit_command.py":
+            assert attacks <= claims, f"{path.name}: not in docs/security.md: {attacks - claims}"
+
+
+def test_the_audit_log_is_documented() -> None:
+    documented = re.findall(r"^\| `(\w+)` \|", TEXTS["privacy.md"], flags=re.MULTILINE)
+    assert documented == ["time", "kind", "reason", "count", "node_id", "suppressed"]
+    assert all(f"`{kind}`" in TEXTS["privacy.md"] for kind in KINDS)
