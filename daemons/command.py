@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from daemons.console import Console, command_name, fail
 from daemons.dashboard_flags import add_dashboard_commands
+from daemons.top_command import add_top_command
 from kakeya_zmq import __version__
 from kakeya_zmq.options import Option, options_for
 from wire.errors import (
@@ -124,6 +125,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_model(commands)
     _add_bench(commands)
     add_dashboard_commands(lambda name, description, examples: _command_parser(commands, name, description, examples))
+    add_top_command(lambda name, description, examples: _command_parser(commands, name, description, examples))
     return parser
 
 
@@ -232,8 +234,9 @@ def _add_chat(commands: Any) -> None:
 DAEMON_TEXTS = {
     "primary": (
         "Run a primary: serve sessions and decode.",
-        "examples:\n  kakeya primary --bind 0.0.0.0:51051 --advertise 192.168.1.20:51051 --model ~/models/Qwen3-8B-4bit\n"
-        "  kakeya primary --peer 192.168.1.21:53051 --prefill-policy remote-required\n",
+        "examples:\n  kakeya primary --enable-prefill-cache --bind 0.0.0.0:51051 --advertise 192.168.1.20:51051 \\\n"
+        "      --model ~/models/Qwen3-8B-4bit\n"
+        "  kakeya primary --enable-prefill-cache --peer 192.168.1.21:53051 --prefill-policy remote-required\n",
     ),
     "worker": (
         "Run a prefill worker: compute prompts for others.",

@@ -202,6 +202,20 @@ def run_dashboard(options: DashboardOptions) -> int:
     return 0
 
 
+def check_dashboard(options: DashboardOptions, home: Path) -> None:
+    """Read the keys as :func:`run_dashboard` would; nothing is made, bound or started.
+
+    Raises:
+        SecretFileError: a key is missing or cannot be used.
+    """
+    psk_file = _path(options.fleet_psk_file, home / "fleet.psk")
+    if psk_file.exists():
+        FleetKey.load(psk_file)
+    else:
+        TelemetryKey.load(_path(options.telemetry_key_file, home / TELEMETRY_KEY_FILE))
+    load_api_key(_path(options.api_key_file, home / API_KEY_FILE))
+
+
 def _tell(dashboard: Dashboard, options: DashboardOptions) -> None:
     address = dashboard.server.address
     if not is_loopback(address.host):

@@ -26,6 +26,7 @@ def add_dashboard_commands(add: Callable[[str, str, str], argparse.ArgumentParse
     dashboard.add_argument("--state", default="", metavar="FILE", help=state_help)
     dashboard.add_argument("--ready-file", default="", metavar="FILE", help="file to write the address to once it serves")
     dashboard.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    dashboard.add_argument("--check-settings", action="store_true", help="check settings and keys, and leave")
     dashboard.set_defaults(run=_run_dashboard)
     pair = add(
         "pair",
@@ -40,8 +41,12 @@ def add_dashboard_commands(add: Callable[[str, str, str], argparse.ArgumentParse
 
 
 def _run_dashboard(parsed: argparse.Namespace) -> int:
-    from daemons.dashboard_command import options_from, run_dashboard
+    from daemons.dashboard_command import check_dashboard, options_from, run_dashboard
+    from kakeya_zmq.config import kakeya_home
 
+    if parsed.check_settings:
+        check_dashboard(options_from(parsed), kakeya_home())
+        return 0
     return run_dashboard(options_from(parsed))
 
 

@@ -276,6 +276,8 @@ def start_daemon(role: str, plan: FleetPlan, seed: str) -> Starting:
     arguments = ["--bind", address, "--node-id", f"local-{role}"]
     if seed:
         arguments += ["--peer", seed]
+    if role == "primary":
+        arguments.append("--enable-prefill-cache")
     if plan.model and role != "cache":
         arguments += ["--model", plan.model]
     for name, flags in plan.extra:

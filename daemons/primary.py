@@ -105,7 +105,11 @@ class Primary:
             make_preparation=self._make_preparation,
             make_chain=self._make_chain,
             session_kv_bytes=self._runner.kv_bytes,
-            settings=InferenceSettings(capacity=self._settings.capacity, session_idle_s=self._settings.session_idle_s),
+            settings=InferenceSettings(
+                capacity=self._settings.capacity,
+                session_idle_s=self._settings.session_idle_s,
+                sharing=self._settings.enable_prefill_cache,
+            ),
         )
         node.dispatcher.add(self._publisher, extra=self._carry_out)
         node.dispatcher.add(self._inference, handles=self._inference.handles, extra=self._carry_out)
@@ -137,7 +141,7 @@ class Primary:
         return "primary", {
             "model_id": self._facts.compatibility.model_id,
             "fingerprint": self._fingerprint.hex()[:16],
-            "policy": self._settings.prefill_policy,
+            "policy": self._settings.prefill_policy if self._settings.enable_prefill_cache else "cache off",
             "sessions": self._inference.session_count,
             "decoding": self._inference.decoding,
             "publish_queue": self._inference.unpublished + self._publisher.waiting + int(not self._publisher.idle),

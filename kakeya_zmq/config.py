@@ -19,6 +19,7 @@ NODE_NAME_CHARACTERS_MAX = 100
 """Node and tenant ids are folder names, too."""
 
 
+CONFIG_FILE = "kakeya.toml"
 CONFIG_BYTES_MAX = 1 << 20
 """Far more than all settings with comments."""
 
@@ -27,6 +28,14 @@ def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
     """The folder of keys, state and logs: ``KAKEYA_HOME``, else ``~/.kakeya``."""
     value = (os.environ if environment is None else environment).get("KAKEYA_HOME", "")
     return Path(value).expanduser() if value else Path.home() / ".kakeya"
+
+
+def find_config_file(given: str, environment: Mapping[str, str] | None = None) -> Path | None:
+    """The configuration file: the one that is named, else ``kakeya.toml`` under the home if it is there."""
+    if given:
+        return Path(given).expanduser()
+    usual = kakeya_home(environment) / CONFIG_FILE
+    return usual if usual.exists() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +72,7 @@ class Settings:
     gossip_interval_s: float
     ttl_seconds: float
     cache_replication_factor: int
+    enable_prefill_cache: bool
     prefill_policy: str
     remote_prefill_min_tokens: int
     prefill_min_savings_ratio: float
@@ -91,8 +101,17 @@ class Settings:
     blas_threads: int
     assert_compatibility: tuple[str, ...]
     telemetry_interval_s: float
+    memory_warning_gb: float
+    memory_drain_gb: float
+    memory_unhealthy_gb: float
+    memory_poll_s: float
+    decode_stall_s: float
+    runtime_health_port: int
+    drain_s: float
     ready_file: str
     log_level: str
+    log_format: str
+    log_max_mb: float
 
     @property
     def cache_bytes(self) -> int:
@@ -171,10 +190,19 @@ def _check_names(values: Mapping[str, Any]) -> None:
 
 
 def _check_together(values: Mapping[str, Any]) -> None:
+    if values["role"] == "primary" and values["prefill_policy"] == "remote-required" and not values["enable_prefill_cache"]:
+        raise ConfigError(
+            "prefill_policy remote-required needs the fleet, and the prefill cache is off",
+            remedy="add --enable-prefill-cache",
+        )
     interval_s, ttl_s = values["gossip_interval_s"], values["ttl_seconds"]
     if ttl_s <= interval_s:
         text = f"ttl_seconds {ttl_s:g} is not longer than gossip_interval_s {interval_s:g}: nodes would come and go"
         raise ConfigError(text, remedy="a few intervals, for example ten")
+    levels = [values[f"memory_{level}_gb"] for level in ("warning", "drain", "unhealthy")]
+    if levels != sorted(levels):
+        text = f"memory_warning_gb, memory_drain_gb and memory_unhealthy_gb are {levels[0]:g}, {levels[1]:g}, {levels[2]:g}"
+        raise ConfigError(text, remedy="each at least as large as the one before")
 
 
 def _pick(

@@ -60,7 +60,7 @@ FLAGS: Final = ("--bind", "127.0.0.1:0", "--gossip-interval-s", "0.3", "--ttl-se
 ROLE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "primary": (
         # A worker is always taken for cheaper: here both run on the same machine, so none would ever be.
-        *("--blas-threads", "1", "--primary-prefill-penalty-ms", "1e8", "--cache-lookup-timeout-s", "1"),
+        *("--enable-prefill-cache", "--blas-threads", "1", "--primary-prefill-penalty-ms", "1e8", "--cache-lookup-timeout-s", "1"),
         *("--cache-fetch-timeout-s", "4", "--prefill-worker-timeout-s", "20"),
     ),
     "worker": ("--blas-threads", "1"),

@@ -80,6 +80,7 @@ from kakeya_zmq.protocol.inference_session import (
     PublishParts,
     Session,
     appended_history,
+    alone,
     checked_sampling,
 )
 from kakeya_zmq.protocol.prepare import PromptPreparation
@@ -250,6 +251,8 @@ class InferenceService:
     # --- sessions ----------------------------------------------------------------------------------------------------
 
     def _create(self, key: RequestKey, body: CreateSession, now: float) -> list[InferenceEffect]:
+        if not self._settings.sharing:
+            body = alone(body)
         effects: list[InferenceEffect] = []
         if len(self._sessions) >= self._settings.capacity:
             idle = [session for session in self._sessions.values() if session.operation is None]

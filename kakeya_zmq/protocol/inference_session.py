@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from kakeya_zmq.blocks import Chain, Part
@@ -15,7 +16,7 @@ from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from wire.errors import FailureCode, RequestFailed
 from wire.limits import TOKEN_BYTES
-from wire.messages import CreateSession, Explanation, Generate, StopReason
+from wire.messages import CreateSession, Explanation, Generate, PrefillPolicy, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,22 @@ class InferenceSettings:
     capacity: int = 4
     """Sessions held at once; the least recently used idle one makes room."""
     session_idle_s: float = 1800.0
+    sharing: bool = True
+    """False: every prompt is computed here, whatever a session asks for, and nothing is kept or published."""
     publish_delay_s: float = 5.0
     """How long parts of an append wait for a generation before they are published without one."""
+
+
+def alone(body: CreateSession) -> CreateSession:
+    """The session a primary opens whose prefill cache is off.
+
+    Raises:
+        RequestFailed: the session must not compute its prompts here, so there is nothing that could.
+    """
+    if body.policy is PrefillPolicy.REMOTE_REQUIRED:
+        text = "remote prefill is required, and this primary's prefill cache is off"
+        raise RequestFailed(FailureCode.FAILED_PRECONDITION, text, remedy="start it with --enable-prefill-cache")
+    return msgspec.structs.replace(body, policy=PrefillPolicy.LOCAL_ONLY, use_local_cache=False, publish=False)
 
 
 # --- effects besides the shared ones -------------------------------------------------------------------------------
