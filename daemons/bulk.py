@@ -100,7 +100,7 @@ class BulkShell:
                 lane=effect.lane,
                 host=host,
                 grant=effect.grant,
-                wanted=effect.wanted,
+                expected=effect.expected,
                 budget_bytes=effect.budget_bytes,
                 idle_timeout_s=effect.idle_timeout_s,
                 post=self._post,

@@ -23,5 +23,11 @@ class Cache:
         self.node.open()
         ready({"address": str(self.node.address), "bus_port": self.node.bus.port})
 
+    def drain(self, reason: str) -> None:
+        self.node.drain(reason)
+
+    def drained(self) -> bool:
+        return self.node.quiet
+
     def end(self, reason: str) -> None:
         self.node.close(reason)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from daemons.console import Console, command_name, fail
 from daemons.dashboard_flags import add_dashboard_commands
+from daemons.operation_flags import add_operation_commands
 from daemons.top_command import add_top_command
 from kakeya_zmq import __version__
 from kakeya_zmq.options import Option, options_for
@@ -43,6 +44,7 @@ start here:
   kakeya chat                 talk to the primary; every turn says what it cost
   kakeya status               what runs, who knows whom, what was reused
   kakeya explain              what the last requests cost, and why
+  kakeya doctor               look for what is wrong, and how to mend it
   kakeya down                 stop the fleet
 
 exit codes:
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KakeyaError as error:
         if os.environ.get("KAKEYA_DEBUG"):
             raise
-        fail(str(error))
+        fail(str(_with_owner(error)))
         return exit_code(error)
     except Exception as error:
         if os.environ.get("KAKEYA_DEBUG"):
@@ -94,6 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _with_owner(error: KakeyaError) -> KakeyaError:
+    """Of an address in use: who has it."""
+    if not isinstance(error, PortInUseError):
+        return error
+    from daemons.port_owner import with_owner
+
+    return with_owner(error)
 
 
 def exit_code(error: KakeyaError) -> int:
@@ -124,6 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_audit(commands)
     _add_model(commands)
     _add_bench(commands)
+    add_operation_commands(lambda name, description, examples: _command_parser(commands, name, description, examples))
     add_dashboard_commands(lambda name, description, examples: _command_parser(commands, name, description, examples))
     add_top_command(lambda name, description, examples: _command_parser(commands, name, description, examples))
     return parser
@@ -262,7 +274,7 @@ def _add_daemons(commands: Any) -> None:
             examples + "\nEvery setting can also come from the environment (KAKEYA_…) or from the file given by --config;\n"
             "a flag wins over the environment, which wins over the file.\n",
         )
-        parser.add_argument("--config", default="", metavar="FILE", help="TOML file with settings")
+        parser.add_argument("--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)")
         check_help = "check settings, keys and model folder, and leave"
         parser.add_argument("--check-settings", action="store_true", help=check_help)
         for option in options_for(role):
@@ -404,17 +416,16 @@ def _run_daemon(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from daemons.run import run_daemon, set_up_logging
-    from kakeya_zmq.config import resolve_settings
+    from kakeya_zmq.config import find_config_file, resolve_settings
 
     flags = {option.name: getattr(options, option.name) for option in options_for(options.role)}
-    file = Path(options.config).expanduser() if options.config else None
-    settings = resolve_settings(options.role, flags, file=file).settings
+    settings = resolve_settings(options.role, flags, file=find_config_file(options.config)).settings
     if options.check_settings:
         from daemons.check import check_settings
 
         check_settings(settings)
         return EXIT_OK
-    set_up_logging(settings.log_level)
+    set_up_logging(settings.log_level, settings.log_format)
     match options.role:
         case "primary":
             from daemons.primary import Primary

@@ -27,7 +27,8 @@ from wire.errors import ConfigError, FailureCode, KakeyaError, PortInUseError, R
 from wire.keys import FleetKey, write_secret_file
 
 START_TIMEOUT_SECONDS = 180.0
-STOP_TIMEOUT_SECONDS = 20.0
+STOP_TIMEOUT_SECONDS = 40.0
+"""Longer than daemons drain (--drain-s)."""
 POLL_SECONDS = 0.05
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from daemons.admission import Admission
 from daemons.askers import Askers
 from daemons.bulk import BulkShell
 from daemons.cache_budget import CacheBudget
@@ -62,7 +63,6 @@ _log = logging.getLogger(__name__)
 NOTES_KEPT = 100
 NOTE_REPEAT_SECONDS = 10.0
 """The same line is logged at most this often: a stranger knocking must not fill the log."""
-EXCHANGE_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class Node:
         self.notes: deque[str] = deque(maxlen=NOTES_KEPT)
         self.facts: ModelFacts | None = None
         self.state = "starting"
+        self.admission = Admission()
         self.sections: list[Callable[[], tuple[str, dict[str, Value]]]] = []
         """Further status sections, added by roles."""
         self.worker_offering: Callable[[], WorkerOffering] | None = None
@@ -204,6 +205,27 @@ class Node:
         self.state = "serving"
         self.membership.open()
 
+    def drain(self, reason: str) -> None:
+        """Take nothing new, and tell the fleet so; what is under way goes on."""
+        serving = self.state == "serving"
+        self.state = "draining"
+        self.admission.drain(reason)
+        if serving:
+            self.announce()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing that others asked for is under way here."""
+        figures = self.dispatcher.figures()
+        return not any(figures[name] for name in ("open_requests", "open_lanes", "open_commands"))
+
+    def limit_memory(self, why: str) -> None:
+        """Take no sessions and jobs while ``why`` is not empty, and tell the fleet when that changes."""
+        before = self.admission.accepting
+        self.admission.limit_memory(why)
+        if self.state == "serving" and before != self.admission.accepting:
+            self.announce()
+
     def close(self, reason: str) -> None:
         """Say goodbye and let go of every socket and lane."""
         self.state = "stopping"
@@ -247,6 +269,11 @@ class Node:
     # --- requests ------------------------------------------------------------------------------------------------------
 
     def _request(self, incoming: IncomingRequest) -> None:
+        refusal = self.admission.refusal(incoming.body)
+        if refusal is not None:
+            self.counters.add("requests_refused")
+            incoming.fail(refusal.code, str(refusal))
+            return
         match incoming.body:
             case ExchangeCards() as exchange:
                 self.membership.answer(incoming, exchange)
@@ -273,6 +300,8 @@ class Node:
                 "uptime_s": round(time.time() - self.started_unix, 1),
                 "address": str(self.address),
                 "bus_port": self.bus.port,
+                "connections": self.server.connections,
+                "audit_failures": self.security.audit.failures,
                 "memory_bytes": self._cpu.memory_info().rss,
                 "memory_peak_bytes": peak_memory_bytes(),
                 "open_lane_threads": len(self.bulk),
@@ -326,6 +355,8 @@ class Node:
                 ),
             )
         usage = sorted(self.store.usage_by_fingerprint().items(), key=lambda entry: -entry[1])[:HELD_NAMESPACES_MAX]
+        # Whoever looks for KV goes past a node that says it holds none.
+        draining = self.admission.draining
         return Card(
             node_id=self.local.node_id,
             identity_public_key=self._keys.identity.public_key,
@@ -341,14 +372,14 @@ class Node:
             cache=CacheOffering(
                 bytes_used=stats.bytes_used,
                 bytes_free=max(0, stats.max_bytes - stats.bytes_used),
-                entry_count=stats.entry_count,
+                entry_count=0 if draining else stats.entry_count,
                 epoch=stats.cache_epoch,
                 load=0.0,
                 evictions=stats.evictions,
                 bytes_evicted=stats.bytes_evicted,
                 put_failures=stats.put_failures,
                 tokens_served=stats.tokens_served,
-                held=tuple(HeldNamespace(fingerprint=name, bytes_used=size) for name, size in usage),
+                held=tuple(HeldNamespace(fingerprint=name, bytes_used=size) for name, size in usage if not draining),
             ),
             worker=self.worker_offering() if self.worker_offering is not None else None,
             announced_at_unix=time.time(),

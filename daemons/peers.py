@@ -236,6 +236,8 @@ class PeerTable:
             self._drive(node, em.EndpointTick())
 
     def _drive(self, node: _Node, event: em.EndpointEvent, why: str = "") -> None:
+        if self._nodes.get(node.node_id) is not node:
+            return  # let go of meanwhile
         for effect in node.choice.on(event, self._reactor.clock()):
             match effect:
                 case em.Dial(address=address):

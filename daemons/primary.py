@@ -10,12 +10,14 @@ from pathlib import Path
 
 from daemons.engine_host import make_runner
 from daemons.node import Node, load_keys
+from daemons.supervision import Supervisor
 from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.codecs.probe import CodecProbe, value_bytes_of
 from kakeya_zmq.compat import TENANT_KEY_ID, block_hash, chain_hashes, tenant_key_id
 from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts, TokenArray
 from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.model.reserve import give_back_reserve
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.inference import (
     ExplainPrompt,
@@ -72,13 +74,41 @@ class Primary:
             reactor, settings, self.node.dispatcher, on_ready=self._engine_ready, on_failed=lambda error: self._fail(error)
         )
         self._fail: Callable[[BaseException], None] = lambda error: None
+        self._supervisor = Supervisor(
+            reactor,
+            settings,
+            self.node,
+            self._runner,
+            work=self,
+            fail=lambda error: self._fail(error),
+            give_back=give_back_reserve,
+        )
+
+    def sessions(self) -> int:
+        return self._inference.session_count if self._inference is not None else 0
+
+    def decoding(self) -> bool:
+        """Whether a session is between its first and its last token."""
+        return self._inference is not None and self._inference.decoding
 
     def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
         self._ready = ready
         self._fail = fail
         self._runner.start()
 
+    def drain(self, reason: str) -> None:
+        self.node.drain(reason)
+
+    def drained(self) -> bool:
+        """Whether nothing is under way and everything new is published."""
+        if self._inference is None or self._publisher is None:
+            return True
+        self.node.dispatcher.apply(self._inference, self._inference.flush(self._reactor.clock()))
+        published = self._inference.unpublished == 0 and self._publisher.waiting == 0 and self._publisher.idle
+        return self.node.quiet and published
+
     def end(self, reason: str) -> None:
+        self._supervisor.close()
         self.node.close(reason)
         self._runner.stop(10.0)
 

@@ -13,10 +13,16 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from daemons.log_files import CHECK_SECONDS, LogRotation, set_up_logging
+from daemons.port_owner import with_owner
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.memory import tune_heap
-from kakeya_zmq.io.reactor import Reactor
-from wire.errors import ConfigError
+from kakeya_zmq.io.reactor import Reactor, describe_exception
+from wire.errors import ConfigError, PortInUseError
+from wire.limits import MIB
+
+__all__ = ["Daemon", "check_ready_file", "leave", "run_daemon", "set_up_logging", "stop_signals", "write_ready_file"]
+DRAIN_LOOK_SECONDS = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -28,14 +34,17 @@ class Daemon(Protocol):
         """Start; call ``ready(facts)`` once it serves, or ``fail(error)`` when it never will."""
         ...
 
-    def end(self, reason: str) -> None: ...
+    def drain(self, reason: str) -> None:
+        """Take nothing new from now on; what is under way goes on."""
+        ...
 
+    def drained(self) -> bool:
+        """Whether all that was under way has ended."""
+        ...
 
-def set_up_logging(level: str) -> None:
-    """One line an event, on standard error: time, level, text. No line holds prompts, tokens, hashes, keys."""
-    logging.basicConfig(
-        level=getattr(logging, level.upper()), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr, force=True
-    )
+    def end(self, reason: str) -> None:
+        """Hand back what has not ended, say goodbye, let go of everything."""
+        ...
 
 
 @contextlib.contextmanager
@@ -94,7 +103,7 @@ def _unusable_ready_file(why: str) -> ConfigError:
 
 
 def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
-    """Run a role until it is told to stop.
+    """Run a role until it is told to stop: then it drains for at most ``--drain-s``, and ends.
 
     Returns:
         Exit code: 0 after a stop that was asked for.
@@ -111,7 +120,7 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
 
     def stop(reason: str) -> None:
         reasons.append(reason)
-        reactor.stop()
+        reactor.post(lambda: _drain(reactor, daemon, reason, settings.drain_s) if daemon is not None else reactor.stop())
 
     def ready(facts: dict[str, object]) -> None:
         described = {"pid": os.getpid(), "role": settings.role, "node_id": settings.node_id, **facts}
@@ -127,8 +136,11 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
     try:
         with stop_signals(stop):
             daemon = make(reactor)
+            _rotate_log(reactor, LogRotation(int(settings.log_max_mb * MIB)))
             daemon.begin(ready, fail)
             reactor.run()
+    except PortInUseError as error:
+        raise with_owner(error) from None
     finally:
         if daemon is not None:
             daemon.end(reasons[0] if reasons else "stopping")
@@ -140,6 +152,35 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         raise failure[0]
     _log.info("stopped: %s", reasons[0] if reasons else "done")
     return 0
+
+
+def _drain(reactor: Reactor, daemon: Daemon, reason: str, limit_s: float) -> None:
+    """Stop the reactor once the daemon has nothing under way, or its time is over."""
+    deadline = reactor.clock() + limit_s
+
+    def look() -> None:
+        try:
+            done = daemon.drained()
+        except Exception as error:  # a bug must not keep the daemon from ending
+            _log.error("draining failed: %s", describe_exception(error))
+            done = True
+        if not done and reactor.clock() < deadline:
+            reactor.call_later(DRAIN_LOOK_SECONDS, look)
+            return
+        if not done:
+            _log.warning("what was not finished within %g s is handed back", limit_s)
+        reactor.stop()
+
+    _log.info("%s: taking nothing new, finishing what runs (at most %g s; a second signal ends at once)", reason, limit_s)
+    try:
+        daemon.drain(reason)
+    finally:
+        look()
+
+
+def _rotate_log(reactor: Reactor, rotation: LogRotation) -> None:
+    rotation.look()
+    reactor.call_later(CHECK_SECONDS, lambda: _rotate_log(reactor, rotation))
 
 
 def leave(code: int) -> NoReturn:

@@ -10,10 +10,12 @@ import psutil
 
 from daemons.engine_host import make_runner
 from daemons.node import Node, load_keys
+from daemons.supervision import Supervisor
 from kakeya_zmq.compat import TENANT_KEY_ID, tenant_key_id
 from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts
 from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.model.reserve import give_back_reserve
 from kakeya_zmq.protocol.work import WorkService, WorkSettings
 from kakeya_zmq.telemetry import Value
 from wire.cards import WorkerOffering
@@ -42,12 +44,36 @@ class Worker:
             reactor, settings, self.node.dispatcher, on_ready=self._engine_ready, on_failed=lambda error: self._fail(error)
         )
 
+        self._supervisor = Supervisor(
+            reactor,
+            settings,
+            self.node,
+            self._runner,
+            work=self,
+            fail=lambda error: self._fail(error),
+            give_back=give_back_reserve,
+        )
+
+    def sessions(self) -> int:
+        """Jobs that wait or run."""
+        return self._work.queued_jobs + self._work.running_jobs if self._work is not None else 0
+
+    def decoding(self) -> bool:
+        return False
+
     def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
         self._ready = ready
         self._fail = fail
         self._runner.start()
 
+    def drain(self, reason: str) -> None:
+        self.node.drain(reason)
+
+    def drained(self) -> bool:
+        return self._work is None or (self._work.idle and self.node.quiet)
+
     def end(self, reason: str) -> None:
+        self._supervisor.close()
         if self._work is not None:
             # Askers learn at once that their jobs end here, and go elsewhere.
             self.node.dispatcher.apply(
@@ -94,7 +120,7 @@ class Worker:
             load=work.load,
             prefill_tokens_per_second=work.tokens_per_second,
             ram_bytes_free=psutil.virtual_memory().available,
-            accepts_jobs=True,
+            accepts_jobs=self.node.admission.accepting,
         )
 
     def _section(self) -> tuple[str, dict[str, Value]]:

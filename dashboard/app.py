@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from flask import Flask, Response
+from flask import Flask, Response, request
 
 from dashboard import api_types as api
 from dashboard import openapi, routes_activity, routes_benchmarks, routes_network
@@ -81,7 +81,8 @@ class Site:
         kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
         response = Response(path.read_bytes(), mimetype=kind)
         response.headers["Cache-Control"] = "no-cache"
-        return response
+        response.add_etag()
+        return response.make_conditional(request)  # type: ignore[return-value]
 
 
 def create_app(services: Services) -> Flask:
@@ -108,7 +109,7 @@ def _page_files() -> dict[str, Path]:
     """Files of the page by name: only what is there at start can be asked for, so no path is ever built of a request."""
     if not PAGE_FOLDER.is_dir():
         return {}
-    return {path.relative_to(PAGE_FOLDER).as_posix(): path for path in sorted(PAGE_FOLDER.rglob("*")) if path.is_file()}
+    return {path.name: path for path in sorted(PAGE_FOLDER.iterdir()) if path.is_file()}
 
 
 def _no_store(response: Response) -> Response:

@@ -50,19 +50,19 @@ def _node(entry: NodeEntry, registration: Registration | None, who: Eyes) -> api
         role=role,
         roles=[label(name) for name in entry.roles],
         status="online" if entry.status is NodeStatus.ONLINE else "stale",
-        platform=snapshot.platform if snapshot is not None else "",
+        platform=who.description(snapshot.platform) if snapshot is not None else "",
         memory_bytes=snapshot.memory_bytes if snapshot is not None else 0,
         models=[_model(each, who) for each in (snapshot.models if snapshot is not None else ())],
         cache=_cache(entry, who) if has_cache else None,
         prefill_worker=_worker(snapshot, endpoint, who),
         endpoint=api.Endpoint(
             address=who.secret(endpoint.address),
-            network=endpoint.network or "default",
+            network=who.label(endpoint.network) or "default",
             priority=endpoint.priority,
             rtt_ms=endpoint.rtt_ms,
         ),
         state=label(snapshot.state) if snapshot is not None else "",
-        software=snapshot.software if snapshot is not None else "",
+        software=who.description(snapshot.software) if snapshot is not None else "",
         uptime_s=snapshot.uptime_s if snapshot is not None else 0.0,
         silent_s=round(entry.silent_s, 1),
         restarts=entry.restarts,
@@ -98,8 +98,8 @@ def best_endpoint(snapshot: NodeSnapshot | None) -> EndpointView:
 def _model(model: Any, who: Eyes) -> api.Model:
     return api.Model(
         model_id=model.model_id if who.admin else model_name(model.model_id),
-        role=model.role.lower(),
-        quantization=model.quantization,
+        role=who.label(model.role.lower()),
+        quantization=who.description(model.quantization),
         tokens_per_second=model.tokens_per_second,
     )
 
@@ -124,7 +124,7 @@ def _cache(entry: NodeEntry, who: Eyes) -> api.Cache:
         evictions=figure(entry, "cache", "evictions"),
         bytes_evicted=figure(entry, "cache", "bytes_evicted"),
         put_failures=figure(entry, "cache", "put_failures"),
-        format=models[0].cache_format_version if models else "",
+        format=who.description(models[0].cache_format_version) if models else "",
         model_id=_model(models[0], who).model_id if models else "",
     )
 

@@ -14,6 +14,8 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 TTFT_BOUNDS_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Upper bounds of the buckets of times to first token, seconds; one more holds what is above."""
+PAST_MAX: Final = 10_000
+"""Names of past requests remembered: the 64 that a node tells again, for more nodes than fit into the ring."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,8 @@ class RequestRing:
         """Grows with every request that is new or has changed."""
         self._length = length
         self._records: OrderedDict[tuple[str, str, str], Record[RequestEvent]] = OrderedDict()
+        self._past: OrderedDict[tuple[str, str, str], None] = OrderedDict()
+        """Names of requests that fell out of the ring: told again, they are still not new."""
 
     def add(self, now: float, node_id: str, event: RequestEvent, *, replayed: bool) -> RequestEvent | None:
         """Take note of one.
@@ -69,13 +73,15 @@ class RequestRing:
         """
         key = (node_id, event.request_id, event.operation)
         known = self._records.get(key)
-        if known is not None and known.event == event:
+        if key in self._past or (known is not None and known.event == event):
             return event
         self.count += 1
         self._records[key] = Record(self.count, now, node_id, event, replayed)
         self._records.move_to_end(key)
         if len(self._records) > self._length:
-            self._records.popitem(last=False)
+            self._past[self._records.popitem(last=False)[0]] = None
+            if len(self._past) > PAST_MAX:
+                self._past.popitem(last=False)
         return known.event if known is not None else None
 
     def newest(self, count: int | None = None) -> list[Record[RequestEvent]]:

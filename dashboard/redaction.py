@@ -13,6 +13,7 @@ from typing import Final
 
 OTHER: Final = "other"
 _LABEL: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+-]{0,31}")
+_DESCRIPTION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+()-]{0,63}")
 _OPTIONS: Final = ("wait for another session", "stay with", "compute", "import", "fetch", "worker", "alone", "cache")
 """How the options of a decision begin; a node's name may follow."""
 REASONS: Final = (
@@ -74,6 +75,10 @@ class Eyes:
     def secret(self, text: str) -> str:
         """An address, a tenant or free text."""
         return text if self.admin else ""
+
+    def description(self, text: str) -> str:
+        """What a node says of its software or hardware: words, numbers, versions; no paths, no addresses with a port."""
+        return text if self.admin or not text or _DESCRIPTION.fullmatch(text) else OTHER
 
     def label(self, text: str) -> str:
         return text if self.admin else label(text)

@@ -9,6 +9,7 @@ from dashboard import api_types as api
 from dashboard import present
 from dashboard.fleet_view import FleetView
 from dashboard.http import Access, Call, Route
+from dashboard.redaction import label
 from dashboard.routes_benchmarks import checked_limit
 
 
@@ -95,7 +96,7 @@ def bus(call: Call) -> api.Bus:
             dropped=feed.get("dropped", 0),
             malformed=view.counters["malformed"] + feed.get("malformed", 0),
             unheard=[
-                api.UnheardNode(node_id=peer.node_id, roles=list(peer.roles), told_by=peer.told_by)
+                api.UnheardNode(node_id=peer.node_id, roles=[label(role) for role in peer.roles], told_by=peer.told_by)
                 for peer in view.unheard()
             ],
         )

@@ -134,6 +134,6 @@ def _mount(entry: NodeEntry, who: Eyes) -> api.Mount:
         bytes_used=figure(entry, "cache", "bytes_used"),
         bytes_free=bytes_free(entry),
         entry_count=figure(entry, "cache", "entry_count"),
-        network=endpoint.network or "default",
+        network=who.label(endpoint.network) or "default",
         tier="hot" if "primary" in entry.roles else "cold-offload",
     )

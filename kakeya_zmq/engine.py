@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.compat import Compatibility
-from wire.messages import Requirement, StopReason
+from wire.limits import PART_BYTES_MAX
+from wire.messages import PartKind, Requirement, StopReason
 
 TokenArray: TypeAlias = npt.NDArray[np.int32]
 
@@ -34,6 +35,22 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     vocabulary_size: int
     weight_bytes: int
+    raw_bytes_per_token: tuple[int, int] = (0, 0)
+    """Bytes of one token in a FULL, WINDOW part before a storage codec packed it; 0: parts are stored as they are."""
+    state_part_bytes: int = 0
+    """Exact size of a stored STATE part; 0: it varies from part to part, or the model has none."""
+
+    def part_bytes_range(self, kind: PartKind, token_count: int) -> tuple[int, int]:
+        """Least and most bytes that a stored part of this model can have."""
+        if kind is PartKind.STATE:
+            exact = self.state_part_bytes
+            return (exact, exact) if exact else (1, PART_BYTES_MAX)
+        raw_bytes = self.raw_bytes_per_token[kind] * token_count
+        if not raw_bytes:
+            exact = self.part_bytes_per_token[kind] * token_count
+            return exact, exact
+        # No codec packs noise into much more than it is: zlib's worst case is below an eighth, headers take a few bytes.
+        return 1, min(PART_BYTES_MAX, raw_bytes + raw_bytes // 8 + 256)
 
 
 @dataclass(frozen=True, slots=True)

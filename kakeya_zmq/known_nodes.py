@@ -1,7 +1,7 @@
 """The file that keeps which identity key belongs to which node id, so that a stolen name is refused after a restart, too.
 
 ``known_nodes.json`` in the node's folder, mode 0600: ``{"node id": "64 hexadecimal digits", …}``, the node seen longest ago
-first. A machine that was set up anew has a new key: remove its line while this node is stopped, else the old key stays right.
+first. A machine that was set up anew has a new key: remove its line while this node is stopped, else the old key stays.
 """
 
 from __future__ import annotations

@@ -27,16 +27,16 @@ def survey_of(found: Sequence[HeldBlock | None]) -> Survey:
 
 
 def find_prompt(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, requirement: Requirement) -> Finding:
-    """What is held of a prompt whose blocks have these hashes, in prefix order."""
+    """What is held of a prompt whose blocks have these hashes, in prefix order.
+
+    Also what lies behind a hole: another node may hold what is missing here, and the asker puts a prefix together from all
+    of them.
+    """
     get = tree.blocks.get
     found = [get(block_hash) for block_hash in hashes]
     parts: list[HeldPart] = []
-    length = len(hashes)
-    for index, block in enumerate(found):
-        if block is None or (requirement.full and block.full is None):
-            if requirement.full:  # no hit can do without it
-                length = index
-                break
+    for block in found:
+        if block is None:
             continue
         if block.full is not None:
             parts.append(block.full)
@@ -45,10 +45,8 @@ def find_prompt(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, re
         if block.state is not None:
             parts.append(block.state)
     tail_blocks = _tail_blocks(tree, hashes, fingerprint, requirement.block_tokens)
-    reachable = {ROOT_HASH, *hashes[:length]} if tail_blocks else set()
     for block in tail_blocks:
-        if block.parent_hash in reachable:
-            parts += block.parts()
+        parts += block.parts()
     return Finding(survey_of(found), tuple([tail_of(block) for block in tail_blocks]), tuple(parts))
 
 

@@ -12,7 +12,7 @@ from wire.ids import LeaseId
 from wire.messages import PartKind, PartRef, Tail
 
 LEASES_MAX: Final = 4096
-"""Leases at one time; a lookup beyond them gets its answer without a lease."""
+"""Leases at one time; a lookup beyond them is told that nothing is held."""
 NAMESPACES_MAX: Final = 256
 """Fingerprints at one time: eviction compares the oldest part of each."""
 EVENTS_MAX: Final = 4096
@@ -85,7 +85,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What of a prompt is held. ``parts`` are handles of what a hit could use, in prefix order, tails at the end."""
+    """What of a prompt is held. ``parts`` are handles of all of it, in prefix order, tails at the end."""
 
     survey: Survey
     tails: tuple[Tail, ...]

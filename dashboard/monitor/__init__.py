@@ -1,1 +1,1 @@
-"""``kakeya top``: the fleet in a terminal. Pictures and frames are pure; ``terminal`` and ``screen`` do the input and output."""
+"""``kakeya top``: the fleet in a terminal. Frames are pure values; ``terminal`` and ``screen`` do input and output."""

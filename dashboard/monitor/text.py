@@ -1,8 +1,8 @@
 """Text for a terminal of fixed cells: what nodes tell is made harmless, cut and padded; figures get short.
 
 Whatever comes from a node (names, reasons, log lines) is foreign. :func:`clean` leaves only characters that every terminal
-draws one after the other, one or two cells wide: nothing that steers the terminal, joins, combines, or turns the direction of
-a line, so that no name can move its neighbours.
+draws one after the other, one or two cells wide: nothing that steers the terminal, joins, combines, or turns the direction
+of a line, so that no name can move its neighbours.
 """
 
 from __future__ import annotations

@@ -106,6 +106,7 @@ class CodecEngine:
 
     def _stored_facts(self, facts: ModelFacts) -> ModelFacts:
         sizes = list(facts.part_bytes_per_token)
+        raw = [0, 0]
         for kind, rows in self._geometry.items():
             if rows is None:
                 continue
@@ -116,8 +117,11 @@ class CodecEngine:
             packed = sample.astype({"bfloat16": "<u2", "float16": "<f2", "float32": "<f4"}[rows.dtype]).tobytes()
             stored = encode_part(self._codec, memoryview(packed), rows, ESTIMATE_TOKENS)
             sizes[kind] = -(-stored.nbytes // ESTIMATE_TOKENS)
+            if self._codec.name != "none":
+                raw[kind] = rows.raw_bytes(1)
         return replace(
             facts,
             compatibility=replace(facts.compatibility, cache_format_version=format_version(self._codec)),
             part_bytes_per_token=(sizes[0], sizes[1], sizes[2]),
+            raw_bytes_per_token=(raw[0], raw[1]),
         )

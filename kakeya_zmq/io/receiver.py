@@ -26,12 +26,12 @@ from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane
 from kakeya_zmq.io.memory import Allocate, allocate
 from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import PortRange
-from kakeya_zmq.protocol.effects import CreditEarned, LaneId, LaneOpened, PartsReceived
+from kakeya_zmq.protocol.effects import CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind, ChunkPlan, ChunkSpan, decode_manifest, iterate_chunks, plan_bytes
 from wire.errors import DataLossError, RemoteProtocolError
-from wire.messages import CipherSuite, LinkCodec, PartMeta, PartRef, TransferGrant
+from wire.messages import CipherSuite, LinkCodec, PartMeta, TransferGrant
 
 _CREDIT_STEPS: Final = 4
 
@@ -67,7 +67,7 @@ class ReceiverLane(Lane):
         lane: LaneId,
         host: str,
         grant: TransferGrant,
-        wanted: Sequence[PartRef],
+        expected: Sequence[WantedPart],
         budget_bytes: int,
         idle_timeout_s: float,
         post: Post,
@@ -79,7 +79,7 @@ class ReceiverLane(Lane):
 
         Args:
             host: where the granting server was reached.
-            wanted: the parts that may come; anything else is a violation.
+            expected: the parts that may come; anything else is a violation.
             budget_bytes: most bytes of parts that may be allocated.
             idle_timeout_s: longest time without a chunk.
             verify_digests: check each part's SHA-256 too. The seal proves that the sender sent these bytes; the checksum,
@@ -90,7 +90,7 @@ class ReceiverLane(Lane):
         Raises:
             LocalProtocolError: the grant's chunk size is out of range.
         """
-        filter_ = PartFilter({(ref.block_hash, ref.kind): None for ref in wanted}, budget_bytes)
+        filter_ = PartFilter({(part.ref.block_hash, part.ref.kind): part for part in expected}, budget_bytes)
         side = ConnectingSide(host, grant)
         receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, verify_digests, allocate_part)
         receiver._thread.start()
@@ -195,11 +195,11 @@ class PartFilter:
     """Which parts may still come, what they must be, and how many bytes they may take.
 
     Args:
-        wanted: (block hash, kind) to the exact description, or None when any description will do.
+        wanted: (block hash, kind) to the exact description, or to what is known of it.
         budget_bytes: most bytes all of them may take.
     """
 
-    def __init__(self, wanted: dict[tuple[bytes, int], PartMeta | None], budget_bytes: int) -> None:
+    def __init__(self, wanted: dict[tuple[bytes, int], PartMeta | WantedPart], budget_bytes: int) -> None:
         self._wanted = wanted
         self._budget_bytes = budget_bytes
         self.missing = len(wanted)
@@ -214,8 +214,10 @@ class PartFilter:
         if key not in self._wanted:
             raise RemoteProtocolError("a part came that was not asked for, or came twice")
         agreed = self._wanted.pop(key)
-        if agreed is not None and agreed != meta:
+        if isinstance(agreed, PartMeta) and agreed != meta:
             raise RemoteProtocolError("a part is not described as it was offered")
+        if isinstance(agreed, WantedPart) and not agreed.admits(meta):
+            raise RemoteProtocolError(f"a part of {meta.length_bytes} bytes is not of the place or size its tokens have")
         if meta.length_bytes > self._budget_bytes:
             raise RemoteProtocolError(f"a part of {meta.length_bytes} bytes exceeds the {self._budget_bytes} bytes left")
         self._budget_bytes -= meta.length_bytes

@@ -89,6 +89,7 @@ class CacheLayout:
         geometry: canonical text of every cache: kind and bounds, heads, K and V dims, types.
         kv_dtype: type of the state, e.g. "bfloat16"; several are sorted and joined with "+".
         part_bytes_per_token: bytes of one token in a FULL and in a WINDOW part; bytes of a whole STATE part.
+        state_part_bytes: exact size of a STATE part; 0 when it varies, or there is none.
         tracks_position: whether the caches know how many tokens they hold; false when all of them are recurrent.
 
     Raises:
@@ -99,6 +100,7 @@ class CacheLayout:
     geometry: str
     kv_dtype: str
     part_bytes_per_token: tuple[int, int, int]
+    state_part_bytes: int
     tracks_position: bool
 
     def __init__(self, model: Any, *, block_tokens: int, policy: CachePolicy) -> None:
@@ -128,6 +130,7 @@ class CacheLayout:
             self._token_bytes(PartKind.WINDOW),
             self._state_bytes,
         )
+        self.state_part_bytes = state.packed_bytes(self._state_shapes)
 
     def row_geometry(self, kind: PartKind) -> RowGeometry | None:
         """Shapes of the rows in the payload of a ``kind`` part; None when it has none (STATE, or no such layer).

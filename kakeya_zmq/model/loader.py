@@ -256,6 +256,7 @@ def _assemble(
         compatibility=compatibility,
         requirement=layout.requirement,
         part_bytes_per_token=layout.part_bytes_per_token,
+        state_part_bytes=layout.state_part_bytes,
         max_context_tokens=_context_tokens(config),
         eos_token_ids=tuple(token for token in eos_token_ids if token < vocabulary),
         vocabulary_size=vocabulary,

@@ -90,6 +90,21 @@ def merge_shapes(one: Shapes, other: Shapes) -> Shapes:
     return tuple(a.merged(b) if a is not None and b is not None else None for a, b in zip(one, other, strict=True))
 
 
+def packed_bytes(layers: Sequence[Shapes]) -> int:
+    """Size of every checkpoint of these layers; 0 when it varies, or when there is no layer."""
+    if not layers:
+        return 0
+    size = struct.calcsize("<4sH") + 2 * len(layers)
+    for shape in (shape for layer in layers for shape in layer):
+        if shape is None:
+            size += 2
+        elif FREE in shape.dims:
+            return 0
+        else:
+            size += 2 + 4 * len(shape.dims) + shape.data_bytes
+    return size
+
+
 def pack(caches: Sequence[Any]) -> memoryview:
     """The checkpoint of all array caches (evaluated), as an immutable copy."""
     header = bytearray(struct.pack("<4sH", MAGIC, len(caches)))

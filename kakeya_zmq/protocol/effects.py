@@ -241,15 +241,45 @@ class BindReceiver:
 
 
 @dataclass(frozen=True, slots=True)
+class WantedPart:
+    """A part that may come, and what its asker knows of it beforehand: its place, and between which sizes it must be."""
+
+    ref: PartRef
+    parent_hash: bytes
+    start: int
+    token_count: int
+    bytes_min: int
+    bytes_max: int
+
+    @classmethod
+    def like(cls, meta: PartMeta) -> WantedPart:
+        """Exactly this place and size."""
+        size_bytes = meta.length_bytes
+        return cls(meta.ref, meta.parent_hash, meta.start, meta.token_count, size_bytes, size_bytes)
+
+    def admits(self, meta: PartMeta) -> bool:
+        """Whether a description that came can be of this part."""
+        return (
+            meta.ref == self.ref
+            and (meta.parent_hash, meta.start, meta.token_count) == (self.parent_hash, self.start, self.token_count)
+            and self.bytes_min <= meta.length_bytes <= self.bytes_max
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectReceiver:
-    """Pull a granted transfer from the peer behind ``node_id``; parts not in ``wanted`` are a protocol violation."""
+    """Pull a granted transfer from the peer behind ``node_id``; a part that is not as expected is a protocol violation."""
 
     lane: LaneId
     node_id: NodeId
     grant: TransferGrant
-    wanted: tuple[PartRef, ...]
+    expected: tuple[WantedPart, ...]
     budget_bytes: int
     idle_timeout_s: float
+
+    @property
+    def wanted(self) -> tuple[PartRef, ...]:
+        return tuple(part.ref for part in self.expected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ Rules
     timeout at the latest.
  2. Only missing parts are fetched, from the peer with the best link that holds them, side by side when they lie apart.
  3. A fetch that fails costs its peer the trust of this prompt; what arrived is kept, and the rest is planned anew over those
-    that are left: another peer, or else a shorter prefix.
+    that are left: another peer, or else a shorter prefix. A peer that no longer has what it had announced, and says so, is
+    only not asked for that again.
  4. Whatever happens, the stage ends by ``lookup_timeout_s + fetch_timeout_s``. Before that a peer is left when the next best
     way (another peer, a worker, computing here) would have won by now; what it has sent is kept (see .hedge).
  5. Nothing is fetched that a worker or this machine would bring sooner (see .routes).
@@ -44,6 +45,7 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     PartsReceived,
     SendUpdate,
+    WantedPart,
 )
 from kakeya_zmq.protocol.estimates import LinkShare
 from kakeya_zmq.protocol.gather_choice import GatherChoice
@@ -53,7 +55,7 @@ from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, TailHash
 from wire import limits
 from wire.codec import pack_hashes
-from wire.errors import RemoteProtocolError
+from wire.errors import FailureCode, RemoteProtocolError
 from wire.messages import (
     Credit,
     Fetch,
@@ -72,6 +74,8 @@ LINK_SAMPLE_BYTES_MIN = 256 * limits.KIB
 """A smaller transfer measures the handshake, not the link."""
 
 
+_NOT_THERE = frozenset({FailureCode.NOT_FOUND, FailureCode.FAILED_PRECONDITION})
+"""Answers to a fetch that blame its parts, not its peer."""
 Shares: TypeAlias = list[tuple[Peer, tuple[PartRef, ...]]]
 """Which peer is to deliver what."""
 
@@ -360,18 +364,36 @@ class Gathering:
                 fetch.lane = self._ids.lane()
                 fetch.codec = grant.link_codec
                 fetch.watch.begin(now)
-                budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
+                expected = self._holdings.expected(fetch.refs)
+                fetch.budget_bytes = self._lane_budget(expected)
                 idle_s = self._settings.fetch_idle_timeout_s
-                return [ConnectReceiver(fetch.lane, peer.view.node_id, grant, fetch.refs, budget_bytes, idle_s)]
+                return [ConnectReceiver(fetch.lane, peer.view.node_id, grant, expected, fetch.budget_bytes, idle_s)]
             case AskProgressed():
                 return []
             case AskReplied():
                 fetch.ask_open = False
                 # With a lane the bytes may still be under way: the lane tells. Without one nothing will ever come.
                 return [] if fetch.lane is not None else self._fail(peer, "ended a fetch without sending", now)
+            case AskFailed(code=code) if code in _NOT_THERE and fetch.lane is None:
+                fetch.ask_open = False
+                return self._not_there(peer, fetch, now)
             case AskFailed(code=code):
                 fetch.ask_open = False
                 return self._fail(peer, f"fetch failed ({_words(code.name)})", now)
+
+    def _lane_budget(self, expected: tuple[WantedPart, ...]) -> int:
+        """Bytes a new lane may bring: what its parts can have, within what the other lanes leave of the import limit."""
+        fetches = [peer.fetch for peer in self._peers if peer.fetch is not None]
+        promised = sum(max(0, fetch.budget_bytes - int(fetch.watch.done)) for fetch in fetches)
+        left = self._settings.max_import_bytes - self._holdings.received_bytes - promised
+        return max(1, min(left, sum(part.bytes_max for part in expected)))
+
+    def _not_there(self, peer: Peer, fetch: PeerFetch, now: float) -> list[Effect]:
+        """It has lost what it had promised (an invalidated part, an expired lease): the rest of it is as good as before."""
+        peer.presence -= set(fetch.refs)
+        peer.fetch = None
+        effects = self._holdings.fallback(f"{peer.name} no longer held {len(fetch.refs)} parts it had announced")
+        return [Count("fetch_failures"), *effects, *self._plan(now)]
 
     def _lane_event(self, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
         for peer in self._peers:

@@ -28,6 +28,8 @@ class PeerFetch:
     check_at: float
     lane: LaneId | None = None
     codec: LinkCodec = LinkCodec.NONE
+    budget_bytes: int = 0
+    """What its lane may bring; 0 before it has one."""
     ask_open: bool = True
 
 
@@ -65,7 +67,7 @@ class Peer:
         ends: Mapping[bytes, int],
         is_own: Callable[[Tail], bool],
     ) -> list[Block]:
-        """Remember what the peer holds.
+        """Remember what the peer holds; nothing of it when it gave no lease, since it would send nothing.
 
         Args:
             asked: the blocks of the lookup.
@@ -79,6 +81,8 @@ class Peer:
             RemoteProtocolError: the reply is not one to this lookup.
         """
         self.lease_id = reply.lease_id
+        if reply.lease_id == NO_LEASE:
+            return []
         presence: set[PartRef] = set()
         for kind in PartKind:
             held = unpack_bitmap(reply.present[kind], len(asked))

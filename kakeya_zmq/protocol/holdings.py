@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kakeya_zmq.blocks import ROOT_HASH, Block, Chain, Part, RawPart, is_intact, needed_parts, raw_part
 from kakeya_zmq.coverage import best_boundary
-from kakeya_zmq.protocol.effects import Count, Effect, Note
+from kakeya_zmq.protocol.effects import Count, Effect, Note, WantedPart
 from kakeya_zmq.protocol.prepare_values import PreparationTask, TailHash, ValueSetter
 from kakeya_zmq.store import BlockStore
 from wire.errors import KakeyaError
@@ -157,6 +157,15 @@ class Holdings:
         """Parts a hit at ``reach`` needs that are not at hand."""
         needed = needed_parts(reach.chain, reach.position, self._requirement)
         return tuple(ref for ref in needed if not self.has(ref))
+
+    def expected(self, refs: Iterable[PartRef]) -> tuple[WantedPart, ...]:
+        """What parts of this prompt must look like when they come: all that the own model and tokens tell of them."""
+        parts: list[WantedPart] = []
+        for ref in refs:
+            block = self._blocks[ref.block_hash]
+            least, most = self._task.facts.part_bytes_range(ref.kind, block.token_count)
+            parts.append(WantedPart(ref, block.parent_hash, block.start, block.token_count, least, most))
+        return tuple(parts)
 
     def add_tail(self, tail: Block) -> None:
         """Make the end of another prompt's tail a candidate position. The caller has checked its hash."""

@@ -320,6 +320,12 @@ class InferenceService:
                 effects += self._flush(session, now)
         return effects
 
+    def flush(self, now: float) -> list[InferenceEffect]:
+        """Hand over for publishing what waits for a generation that will not come: the node is going to stop."""
+        waiting = [session for session in self._sessions.values() if session.pending]
+        idle = [session for session in waiting if session.operation is None and session.capture is None]
+        return [effect for session in idle for effect in self._flush(session, now)]
+
     def _flush(self, session: Session, now: float) -> list[InferenceEffect]:
         session.publish_at = None
         pending, session.pending = session.pending, []

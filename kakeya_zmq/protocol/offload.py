@@ -290,10 +290,12 @@ class Offload:
                 attempt.lane = self._ids.lane()
                 attempt.computing.begin(now)
                 attempt.sending.begin(now)
-                budget_bytes = max(1, self._settings.max_import_bytes - self._holdings.received_bytes)
+                expected = self._holdings.expected(attempt.wanted)
+                left_bytes = self._settings.max_import_bytes - self._holdings.received_bytes
+                budget_bytes = max(1, min(left_bytes, sum(part.bytes_max for part in expected)))
                 # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.
                 idle_s = self._settings.worker_timeout_s
-                return [ConnectReceiver(attempt.lane, attempt.node_id, grant, attempt.wanted, budget_bytes, idle_s)]
+                return [ConnectReceiver(attempt.lane, attempt.node_id, grant, expected, budget_bytes, idle_s)]
             case AskProgressed():
                 pass
             case AskReplied(body=body):

@@ -200,11 +200,15 @@ class CacheService:
 
     def _lookup(self, key: RequestKey, body: Lookup, now: float) -> list[Effect]:
         try:
-            reply, hit = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max)
+            answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max)
         except RemoteProtocolError as error:  # the peer's bytes, not our fault
             return self._refuse(key, error.code, error.message)
-        hits: list[Effect] = [Count("cache_lookup_hits")] if hit else []
-        return [Count("cache_lookups"), *hits, SendReply(key, reply)]
+        counts: list[Effect] = [Count("cache_lookups")]
+        if answer.hit:
+            counts.append(Count("cache_lookup_hits"))
+        if answer.refused:
+            counts.append(Count("cache_leases_refused"))
+        return [*counts, SendReply(key, answer.reply)]
 
     def _fetch(self, event: RequestArrived, body: Fetch, now: float) -> list[Effect]:
         key, lease_id = event.key, LeaseId(body.lease_id)

@@ -17,7 +17,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     home = tmp_path_factory.mktemp("attacks")
     # No node of it has a model.
     with kept_fleet(request, home / "no-model", home) as fleet:
-        first = fleet.add("cache", name="target")
+        first = fleet.add("cache", "--peer-jobs-per-s", "5", name="target")
         second = fleet.add("cache", name="other")
         first.launch()
         first.wait_ready()

@@ -31,7 +31,7 @@ from kakeya_zmq.io.lanes import LaneEvent
 from kakeya_zmq.io.memory import BufferPool, tune_heap
 from kakeya_zmq.io.receiver import ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
-from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
+from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
 from wire.messages import CipherSuite, PartKind, PartMeta, PartRef, TransferGrant
 
@@ -161,7 +161,17 @@ def child_lane(context: zmq.Context[zmq.Socket[bytes]], count: int, grant: Trans
         lane=LaneId(2),
         host=HOST,
         grant=grant,
-        wanted=[PartRef(block_hash=part_hash(number), kind=PartKind.FULL) for number in range(count)],
+        expected=[
+            WantedPart(
+                ref=PartRef(block_hash=part_hash(number), kind=PartKind.FULL),
+                parent_hash=bytes(32),
+                start=number * 64,
+                token_count=64,
+                bytes_min=1,
+                bytes_max=limits.PART_BYTES_MAX,
+            )
+            for number in range(count)
+        ],
         budget_bytes=limits.GIB,
         idle_timeout_s=IDLE_TIMEOUT_S,
         post=events.put,

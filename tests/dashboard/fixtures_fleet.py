@@ -10,6 +10,7 @@ from wire.events import (
     EvictionEvent,
     JobEvent,
     LogEvent,
+    ModelView,
     PeerView,
     RequestEvent,
     SecurityEvent,
@@ -65,7 +66,7 @@ def tell_fleet(web: Web) -> None:
         PeerView(node_id="worker-1", roles=("worker",), bus_address="192.0.2.8:5000"),
         PeerView(node_id="far-away", roles=("cache",), bus_address="[2001:db8::77]:5000"),
     )
-    web.tell(snapshot(sections=sections, peers=peers, models=snapshot().models), "primary")
+    web.tell(snapshot(sections=sections, peers=peers), "primary")
     cache_only = {"cache": {"bytes_used": 10, "max_bytes": 100, "entry_count": 1}}
     web.tell(
         snapshot(
@@ -133,3 +134,12 @@ def tell_fleet(web: Web) -> None:
     web.tell(SecurityEvent(kind="/Users/telltale", text=gossip), "primary")
     web.tell(LogEvent(level="warning", text=gossip), "primary")
     web.fleet.tick()
+
+
+def tell_hostile_node(web: Web) -> None:
+    """A node whose descriptions of itself are full of private things."""
+    model = ModelView(model_id="/Users/telltale/tiny", quantization="/home/telltale", role="/x", cache_format_version="a/b")
+    endpoint = EndpointView(address="192.0.2.9:1", network="192.0.2.9:1")
+    texts = {"platform": "/Users/telltale", "software": "at 192.0.2.7:51051", "state": "telltale prompt"}
+    peer = PeerView(node_id="unheard", roles=("/home/telltale",))
+    web.tell(snapshot(sections={"cache": {}}, models=(model,), endpoints=(endpoint,), peers=(peer,), **texts), "hostile")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from kakeya_zmq.io.sockets import Address, parse_address
@@ -144,6 +145,30 @@ def test_the_fleet_is_found_and_what_it_does_is_told(fleet: Fleet, tmp_path: Pat
         assert not any("127.0.0.1" in text for text in texts)
         assert web.get("/v1/network/nodes", key=KEY)[0]["endpoint"]["address"] == fleet["primary"].address
         assert 'kakeya_node_up{node="primary",role="primary"} 1.0' in web.call("GET", "/metrics").text
+
+
+def test_every_read_fits_its_schema_over_the_real_fleet(fleet: Fleet, tmp_path: Path) -> None:
+    with dashboard(fleet.environment, tmp_path) as web:
+        wait_until(lambda: all_online(web), "all nodes are online")
+        work(fleet, 13)
+        wait_until(lambda: bool(web.get("/v1/network/transfers")["items"]), "something happened")
+        run = web.call("POST", "/v1/network/benchmarks", {}, key=KEY).json["id"]
+        document = web.get("/openapi.json")
+        checked = 0
+        for path, methods in document["paths"].items():
+            content = methods.get("get", {}).get("responses", {}).get("200", {}).get("content", {})
+            schema = content.get("application/json", {}).get("schema")
+            if schema is None or "capture" in path:
+                continue
+            for key in (None, KEY):
+                answer = web.call("GET", path.replace("{run_id}", run), key=key)
+                if key is None and path.endswith("/logs"):
+                    assert answer.status == 401
+                    continue
+                assert answer.status == 200
+                jsonschema.validate(answer.json, {**schema, "components": document["components"]})
+                checked += 1
+        assert checked > 35
 
 
 def test_a_killed_node_turns_stale_and_disappears_and_returns(fleet: Fleet, tmp_path: Path) -> None:

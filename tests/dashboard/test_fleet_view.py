@@ -205,6 +205,15 @@ def test_requests_told_again_are_taken_once_and_completed_by_a_later_telling() -
     assert view.ttft()["hot"].count == 1
 
 
+def test_requests_that_fell_out_of_the_ring_are_still_not_new() -> None:
+    view = FleetView(ViewLimits(requests=2))
+    tell(view, snapshot(), 0.0)
+    for number in (1, 2, 3, 1, 2, 3):
+        tell(view, request(number), 10.0)
+    assert [record.event.request_id for record in view.requests.newest()] == ["r3", "r2"]
+    assert sum(bucket.figures.get("requests", 0) for bucket in view.series(10.0)[1]) == 3
+
+
 def test_the_past_that_a_node_tells_a_late_joiner_is_listed_but_not_charted() -> None:
     view = FleetView()
     tell(view, snapshot(), 100.0)

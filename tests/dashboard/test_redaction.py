@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from dashboard.http import Access
 from dashboard.live_events import TOPICS
 from dashboard.redaction import OTHER, REASONS, Eyes, label, model_name, reason_kind
-from tests.dashboard.fixtures_fleet import PRIVATE, tell_fleet
+from tests.dashboard.fixtures_fleet import PRIVATE, tell_fleet, tell_hostile_node
 from tests.dashboard.web_kit import API_KEY, EventStream, Web
 
 
 @pytest.fixture
 def told(web: Web) -> Web:
     tell_fleet(web)
+    tell_hostile_node(web)
     web.post("/v1/network/nodes/register", {"alias": "registered", "address": "192.0.2.9:52051"})
     run = web.post(
         "/v1/network/benchmarks", {"kind": "at 192.0.2.9", "config": {"host": "192.0.2.8:1", "m": "telltale prompt"}}
@@ -63,7 +64,7 @@ def test_the_tell_tales_are_really_there_for_who_has_the_key(told: Web) -> None:
         route.path.replace("<run_id>", run) for route in told.routes if route.method == "GET" and "<name>" not in route.path
     ]
     texts = "".join(told.call("GET", path, key=API_KEY).text for path in paths if not path.endswith(("/events", "/capture")))
-    assert [word for word in PRIVATE if word not in texts and word not in ("2001:db8::77", "/home/telltale")] == []
+    assert [word for word in PRIVATE if word not in texts and word != "2001:db8::77"] == []
 
 
 def test_refusals_and_errors_do_not_repeat_what_was_sent(web: Web) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -32,10 +32,11 @@ from kakeya_zmq.io.receiver import Assembler, PartFilter
 from kakeya_zmq.io.sockets import parse_address, parse_port_range
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol import session
+from kakeya_zmq.protocol.effects import WantedPart
 from tests.unit.test_cards import IDENTITY, make_card
 from tests.unit.test_codec import CLIENT, HELLO, SERVER, WELCOME
 from tests.vectors.describe import Maker
-from wire import bus, cards, chunks, codec, events, handshake, messages
+from wire import bus, cards, chunks, codec, events, handshake, limits, messages
 from wire.bulk import ChunkSealer
 from wire.errors import ConfigError, DataLossError, RemoteProtocolError
 from wire.frames import FrameKind, Header, split_frames
@@ -157,6 +158,7 @@ class AssemblerTarget:
             digest=hashlib.sha256(payload).digest(),
             checksum=part_checksum(payload),
         )
+        self._wanted = replace(WantedPart.like(self._meta), bytes_min=1, bytes_max=limits.PART_BYTES_MAX)
         manifest = chunks.encode_manifest([self._meta])
         if link_codec is not messages.LinkCodec.NONE:
             payload = bytes(FrameEncoder("zstd").encode([memoryview(payload)], 1))
@@ -175,7 +177,7 @@ class AssemblerTarget:
             chunk_bytes=1 << 16,
             link_codec=self._link_codec,
         )
-        filter_ = PartFilter({(self._meta.block_hash, self._meta.kind): None}, 1 << 20)
+        filter_ = PartFilter({(self._meta.block_hash, self._meta.kind): self._wanted}, 1 << 20)
         assembler = Assembler(grant, filter_, verify_digests=True)
         sealer = ChunkSealer(self._suite, bytes(32))
         index = 0

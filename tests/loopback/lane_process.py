@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from dataclasses import replace
 
 import msgspec
 
 from kakeya_zmq.io.receiver import ReceiverLane
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, PartsReceived
-from tests.loopback.lane_support import DEADLINE_S, HOST, Mailbox, clean_context, make_part, refs
+from tests.loopback.lane_support import DEADLINE_S, HOST, Mailbox, clean_context, expected, make_part
 from wire import limits
 from wire.messages import TransferGrant
 
@@ -33,7 +34,10 @@ def main() -> None:
             lane=LaneId(1),
             host=HOST,
             grant=grant,
-            wanted=refs([make_part(number, 1) for number in range(count)]),
+            expected=[
+                replace(part, bytes_max=limits.PART_BYTES_MAX)
+                for part in expected([make_part(number, 1) for number in range(count)])
+            ],
             budget_bytes=limits.GIB,
             idle_timeout_s=DEADLINE_S,
             post=mailbox.post,

@@ -16,11 +16,11 @@ from kakeya_zmq.blocks import Part, part_checksum
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import LaneEvent
-from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
+from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind, encode_manifest
-from wire.messages import CipherSuite, PartKind, PartMeta, PartRef, TransferGrant
+from wire.messages import CipherSuite, PartKind, PartMeta, TransferGrant
 
 HOST = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -68,8 +68,8 @@ def make_part(number: int, length_bytes: int) -> Part:
     return Part(meta=meta, payload=memoryview(payload))
 
 
-def refs(parts: Sequence[Part]) -> list[PartRef]:
-    return [part.meta.ref for part in parts]
+def expected(parts: Sequence[Part]) -> list[WantedPart]:
+    return [WantedPart.like(part.meta) for part in parts]
 
 
 class Mailbox:

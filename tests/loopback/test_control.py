@@ -14,8 +14,8 @@ import psutil
 import pytest
 import zmq
 
-from kakeya_zmq.io.control_client import NOBODY_THERE, NOT_A_NODE, WRONG_PSK, ControlClient, LinkState, OutgoingRequest
 from kakeya_zmq.io.connections import REFUSED_NOT_OURS, REFUSED_WRONG_PSK
+from kakeya_zmq.io.control_client import NOBODY_THERE, NOT_A_NODE, WRONG_PSK, ControlClient, LinkState, OutgoingRequest
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address

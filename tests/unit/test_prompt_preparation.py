@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
 from kakeya_zmq.blocks import Part, needed_parts
@@ -33,6 +34,7 @@ from kakeya_zmq.protocol.effects import (
     SendUpdate,
     Tick,
     Ticket,
+    WantedPart,
 )
 from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import (
@@ -384,6 +386,55 @@ def test_failover_asks_the_other_peer_for_the_rest_only() -> None:
     assert stretches == [("a", 0, 32), ("b", 32, 48), ("", 48, 64)]
     assert "cache a broke off a transfer" in d.ready().explanation.reasons
     assert (d.count("fetch_failures"), d.count("fallbacks")) == (1, 1)
+
+
+@pytest.mark.parametrize("code", [FailureCode.NOT_FOUND, FailureCode.FAILED_PRECONDITION])
+def test_a_peer_that_lost_what_it_announced_is_asked_for_the_rest(code: FailureCode) -> None:
+    d = desk(65, FULL, caches=["a", "b"])
+    first, second = d.asks(Lookup)
+    parts = parts_of(65, 64)
+    d.feed(found(first, [parts[0], parts[3]]))
+    d.feed(found(second, parts[:3]))
+    (of_a, at_a), (of_b, at_b) = fetch_of(d, 0), fetch_of(d, 1)
+    assert (of_a.node_id, at_a.parts) == ("a", (parts[0].meta.ref, parts[3].meta.ref))
+    d.feed(AskFailed(of_a.ask, code, "gone"))
+    again, fetch = fetch_of(d)
+    assert (again.node_id, fetch.parts) != ("a", at_a.parts), "not asked for the same again"
+    d.deliver(d.grant(of_b.ask), pick(65, at_b.parts))
+    again, fetch = fetch_of(d)
+    assert (again.node_id, fetch.parts) == ("b", (parts[0].meta.ref,)), "b has the first block too"
+    d.deliver(d.grant(again.ask), pick(65, fetch.parts))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.REMOTE_CACHE, 0, 48), (SourceKind.COMPUTED, 48, 64)]
+    assert "cache a no longer held 2 parts it had announced" in d.ready().explanation.reasons
+
+
+def test_nothing_is_fetched_from_a_peer_that_gave_no_lease() -> None:
+    d = desk(65, FULL, caches=["a"])
+    (lookup,) = d.asks(Lookup)
+    reply = found(lookup, parts_of(65, 64))
+    assert isinstance(reply.body, LookupReply)
+    d.feed(AskReplied(lookup.ask, msgspec.structs.replace(reply.body, lease_id=bytes(16), lease_ms=0)))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 64)]
+    assert d.asks(Fetch) == []
+
+
+def test_the_lanes_of_a_prompt_share_the_import_limit() -> None:
+    settings = PreparationSettings(remote_minimum_tokens=8, max_import_bytes=220)
+    d = desk(65, FULL, caches=["a", "b"], settings=settings)
+    first, second = d.asks(Lookup)
+    parts = parts_of(65, 64)
+    d.feed(found(first, parts[:2]))
+    d.feed(found(second, parts[2:]))
+    lanes = [d.grant(fetch_of(d, index)[0].ask) for index in (0, 1)]
+    assert [lane.budget_bytes for lane in lanes] == [96, 96], "what their parts have, not the whole limit each"
+    wanted = lanes[0].expected[1]
+    meta = parts[1].meta
+    assert wanted == WantedPart(meta.ref, parts[0].meta.block_hash, 16, 16, 48, 48)
+    assert wanted.admits(meta)
+    for wrong in ({"length_bytes": 49}, {"start": 32}, {"token_count": 15}, {"parent_hash": bytes(32)}):
+        assert not wanted.admits(msgspec.structs.replace(meta, **wrong))
 
 
 def test_a_silent_peer_is_given_up_at_the_lookup_timeout() -> None:

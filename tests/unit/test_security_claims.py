@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from kakeya_zmq.audit import KINDS
+from kakeya_zmq.audit import ENTRIES_BURST, ENTRIES_PER_S, FILE_BYTES_MAX, KINDS, OLD_FILES, TOTAL_PER_S
+from kakeya_zmq.io.connections import UNPROVEN_MAX
+from kakeya_zmq.protocol.session_server import (
+    HELLOS_BURST,
+    REGISTRATIONS_BURST,
+    REGISTRATIONS_PER_S,
+    SESSIONS_PER_NODE_MAX,
+)
+from wire import limits
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = {name: (ROOT / "docs" / name).read_text("utf-8") for name in ("security.md", "privacy.md")}
@@ -40,3 +48,18 @@ def test_the_audit_log_is_documented() -> None:
     documented = re.findall(r"^\| `(\w+)` \|", TEXTS["privacy.md"], flags=re.MULTILINE)
     assert documented == ["time", "kind", "reason", "count", "node_id", "suppressed"]
     assert all(f"`{kind}`" in TEXTS["privacy.md"] for kind in KINDS)
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    assert f"{UNPROVEN_MAX} are kept" in TEXTS["security.md"]
+    assert f"longer than {limits.HANDSHAKE_INTERVAL_MS // 1000} s" in TEXTS["security.md"]
+    assert f"{ENTRIES_BURST:.0f} entries are written at once" in TEXTS["privacy.md"]
+    assert (1 / ENTRIES_PER_S, TOTAL_PER_S, OLD_FILES, FILE_BYTES_MAX) == (5, 5, 3, 1 << 20)
+    protocol = " ".join((ROOT / "docs" / "protocol.md").read_text("utf-8").split())
+    rates = (
+        f"({HELLOS_BURST:.0f}, then one a second)",
+        f"({REGISTRATIONS_BURST:.0f}, then {REGISTRATIONS_PER_S:.0f} a second)",
+    )
+    assert all(rate in protocol for rate in rates)
+    assert f"{SESSIONS_PER_NODE_MAX} sessions of one node" in protocol
+    assert f"{limits.SESSIONS_MAX:,} altogether" in protocol

@@ -160,7 +160,7 @@ def failure_code(effects: Sequence[Effect]) -> FailureCode:
 # --- lookup and release --------------------------------------------------------------------------------------------
 
 
-def test_a_lookup_tells_what_is_held_and_leases_what_is_useful() -> None:
+def test_a_lookup_tells_what_is_held_and_leases_all_of_it() -> None:
     peer = Peer()
     chain = make_chain(72)
     full, window = make_parts(chain), make_parts(chain, kinds=(PartKind.WINDOW,), length_bytes=4)
@@ -171,7 +171,8 @@ def test_a_lookup_tells_what_is_held_and_leases_what_is_useful() -> None:
     assert reply.epoch == peer.store.epoch
     assert [(tail.parent_hash, tail.token_count) for tail in reply.tails] == [(chain.blocks[3].block_hash, 8)]
     leased = peer.store.lease_info(LeaseId(reply.lease_id), 0.5).refs
-    assert leased == (full[0].meta.ref, full[1].meta.ref, window[1].meta.ref), "not what lies behind the hole"
+    held = (full[0], full[1], window[1], full[3], window[3], full[4])
+    assert leased == tuple(part.meta.ref for part in held), "what lies behind the hole too: others may fill it"
     assert peer.store.stats().lookup_hits == 1
     assert peer.service.deadline() == 1.0
     peer.now = 1.0
@@ -205,16 +206,27 @@ def test_a_miss_and_a_lookup_without_a_lease_lease_nothing() -> None:
     assert peer.store.stats().leases == 0
 
 
-def test_a_prefix_that_begins_with_a_hole_is_a_miss_and_long_leases_are_cut() -> None:
+@pytest.mark.parametrize("held", [{0, 1, 2, 3}, {2, 3}, {0, 2}, {3}])
+def test_whatever_a_lookup_reports_can_be_fetched(held: set[int]) -> None:
+    peer = Peer()
+    chain = make_chain(70)
+    blocks, tail = make_parts(chain)[:4], make_parts(chain)[4]
+    peer.hold([*(blocks[number] for number in sorted(held)), tail])
+    reply = peer.lookup([block.block_hash for block in chain.blocks[:4]])
+    assert reply.present[0] == pack_bitmap([number in held for number in range(4)])
+    assert [found.block_hash for found in reply.tails] == [tail.meta.block_hash]
+    reported = [*(blocks[number] for number in sorted(held)), tail]
+    _, effects = peer.ask(fetch(LeaseId(reply.lease_id), reported))
+    assert peer.on(LaneOpened(only(effects, BindSender).lane, GRANT))[1:] == [
+        FeedSender(only(effects, BindSender).lane, tuple(reported), final=True)
+    ]
+
+
+def test_long_leases_are_cut() -> None:
     peer = Peer(lease_ms_max=500)
     chain = make_chain(32)
-    parts = make_parts(chain)
-    peer.hold(parts[1:])
-    hashes = [block.block_hash for block in chain.blocks]
-    assert peer.lookup(hashes).lease_id == NO_LEASE
-    assert peer.store.stats().lookup_misses == 1
-    peer.hold(parts)
-    assert peer.lookup(hashes, lease_ms=600_000).lease_ms == 500
+    peer.hold(make_parts(chain))
+    assert peer.lookup([block.block_hash for block in chain.blocks], lease_ms=600_000).lease_ms == 500
 
 
 def test_a_lookup_of_no_whole_hashes_is_refused() -> None:
@@ -223,15 +235,21 @@ def test_a_lookup_of_no_whole_hashes_is_refused() -> None:
     assert failure_code(effects) is FailureCode.INVALID_ARGUMENT
 
 
-def test_when_there_are_too_many_leases_a_lookup_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_there_are_too_many_leases_a_lookup_promises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kakeya_zmq.store_leases.LEASES_MAX", 1)
     peer = Peer()
     chain = make_chain(16)
     peer.hold(make_parts(chain))
     hashes = [block.block_hash for block in chain.blocks]
     assert peer.lookup(hashes).lease_id != NO_LEASE
-    second = peer.lookup(hashes)
-    assert (second.lease_id, second.present[0]) == (NO_LEASE, b"\1")
+    body = Lookup(fingerprint=FINGERPRINT, requirement=FULL, block_hashes=pack_hashes(hashes), lease_ms=1000)
+    _, effects = peer.ask(body)
+    second = only(effects, SendReply).body
+    assert isinstance(second, LookupReply)
+    assert (second.lease_id, second.present[0], second.tails) == (NO_LEASE, b"\0", ())
+    assert Count("cache_leases_refused") in effects
+    without = peer.lookup(hashes, lease_ms=0)
+    assert (without.lease_id, without.present[0]) == (NO_LEASE, b"\1"), "who wants no lease is told what there is"
 
 
 def test_release_is_answered_also_the_second_time() -> None:

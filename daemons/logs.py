@@ -1,0 +1,95 @@
+"""``kakeya logs``: the log files of this machine's daemons, followed across rotations."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kakeya_zmq.config import kakeya_home
+from wire.errors import ConfigError
+
+POLL_SECONDS = 0.2
+READ_BYTES_MAX = 1 << 20
+
+
+@dataclass(slots=True)
+class Followed:
+    """A log file and how far it has been read."""
+
+    name: str
+    path: Path
+    position: int = 0
+    inode: int = 0
+    rest: bytes = b""
+
+
+def log_files(home: Path) -> dict[str, Path]:
+    """The log files under a home by name: those of services (``~/.kakeya/*.log``) and of ``kakeya up`` (``logs/``)."""
+    found = {path.stem: path for path in sorted(home.glob("*.log"))}
+    for path in sorted((home / "logs").glob("*.log")):
+        found[path.stem if path.stem not in found else f"logs/{path.stem}"] = path
+    return found
+
+
+def show_logs(names: Sequence[str], *, last: int, follow: bool) -> int:
+    """Print the last lines of the named files (all, when none is named), then go on if that is wanted.
+
+    Returns:
+        0; 2 is raised as an error.
+
+    Raises:
+        ConfigError: there is no such log, or none at all.
+    """
+    known = log_files(kakeya_home())
+    for name in names:
+        if name not in known:
+            there = f"there are: {', '.join(known)}" if known else "nothing has been started here yet"
+            raise ConfigError(f"there is no log named {name[:60]!r}", remedy=there)
+    chosen = [Followed(name, path) for name, path in known.items() if not names or name in names]
+    if not chosen:
+        raise ConfigError("there are no logs here", remedy="`kakeya up` and the services write them")
+    several = len(chosen) > 1
+    for log in chosen:
+        for line in last_lines(log, last):
+            _print(log.name, line, several=several)
+    while follow:
+        for log in chosen:
+            for line in new_lines(log):
+                _print(log.name, line, several=several)
+        sys.stdout.flush()
+        time.sleep(POLL_SECONDS)
+    sys.stdout.flush()
+    return 0
+
+
+def last_lines(log: Followed, count: int) -> list[str]:
+    """The last lines of a file now; :func:`new_lines` goes on behind them."""
+    lines: deque[str] = deque(maxlen=count)
+    for line in new_lines(log):
+        lines.append(line)
+    return list(lines)
+
+
+def new_lines(log: Followed) -> Iterator[str]:
+    """Whole lines that were written since the last call. A file that was cut or replaced is read from its beginning."""
+    try:
+        with log.path.open("rb") as stream:
+            status = os.fstat(stream.fileno())
+            if status.st_ino != log.inode or status.st_size < log.position:
+                log.inode, log.position, log.rest = status.st_ino, 0, b""
+            stream.seek(log.position)
+            while data := stream.read(READ_BYTES_MAX):
+                log.position += len(data)
+                *lines, log.rest = (log.rest + data).split(b"\n")
+                yield from (line.decode("utf-8", "replace") for line in lines)
+    except FileNotFoundError:
+        return
+
+
+def _print(name: str, line: str, *, several: bool) -> None:
+    sys.stdout.write(f"{name}: {line}\n" if several else f"{line}\n")

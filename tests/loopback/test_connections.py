@@ -1,0 +1,177 @@
+"""The guard of a bound socket: silent strangers, too many members, and file descriptors that are reused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket as os_socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from kakeya_zmq.io.connections import (
+    REFUSED_TOO_MANY,
+    REFUSED_UNFINISHED,
+    REFUSED_UNPROVEN,
+    ConnectionGuard,
+)
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.sockets import CONTROL_SERVER, create_socket
+
+WAIT_S = 20.0
+UNPROVEN_MAX = 5
+CONNECTIONS_MAX = 12
+
+
+class Guarded:
+    """A ROUTER without any handshake but ZMTP's own, on a reactor that the test drives; echoes what comes."""
+
+    def __init__(self) -> None:
+        self.reactor = Reactor()
+        self.refusals: Counter[str] = Counter()
+        self.socket = create_socket(self.reactor.context, zmq.ROUTER, CONTROL_SERVER)
+        self.guard = ConnectionGuard(
+            self.reactor,
+            self.socket,
+            on_refused=lambda reason: self.refusals.update([reason]),
+            unproven_max=UNPROVEN_MAX,
+            connections_max=CONNECTIONS_MAX,
+        )
+        self.socket.bind("tcp://127.0.0.1:0")
+        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.guard.listening(self.port)
+        self.reactor.register(self.socket, self._echo)
+
+    def _echo(self) -> None:
+        first = self.socket.recv(zmq.DONTWAIT, copy=False)
+        self.guard.prove(first)
+        frames = [first.bytes]
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frames.append(self.socket.recv(zmq.DONTWAIT))
+        with contextlib.suppress(zmq.ZMQError):  # the peer is gone
+            self.socket.send_multipart(frames, zmq.DONTWAIT)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        given_up_at = time.monotonic() + WAIT_S
+
+        def check() -> None:
+            if condition() or time.monotonic() > given_up_at:
+                self.reactor.stop()
+            else:
+                self.reactor.call_later(0.002, check)
+
+        check()
+        self.reactor.run()
+        assert condition()
+
+    def stranger(self) -> os_socket.socket:
+        return os_socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+
+    def close(self) -> None:
+        self.guard.close()
+        self.reactor.close_socket(self.socket)
+        assert self.reactor.close()
+
+
+@pytest.fixture
+def guarded() -> Iterator[Guarded]:
+    made = Guarded()
+    yield made
+    made.close()
+    assert made.reactor.callback_errors == 0
+
+
+@contextlib.contextmanager
+def members(guarded: Guarded, count: int) -> Iterator[list[zmq.Socket[bytes]]]:
+    """Peers that have said something and heard the answer; none of them comes back when it is cut."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets = []
+    try:
+        for _ in range(count):
+            socket = context.socket(zmq.DEALER)
+            socket.linger = 0
+            socket.reconnect_ivl = -1
+            socket.connect(f"tcp://127.0.0.1:{guarded.port}")
+            socket.send(b"hello")
+            sockets.append(socket)
+            guarded.until(lambda socket=socket: bool(socket.poll(0)) or guarded.refusals[REFUSED_TOO_MANY] > 0)  # type: ignore[misc]
+        yield sockets
+    finally:
+        for socket in sockets:
+            socket.close(linger=0)
+        context.term()
+
+
+def answers(guarded: Guarded, socket: zmq.Socket[bytes]) -> bool:
+    while socket.poll(0):
+        socket.recv()
+    socket.send(b"again")
+    guarded.until(lambda: bool(socket.poll(0)))
+    return socket.recv() == b"again"
+
+
+def is_cut(stranger: os_socket.socket) -> bool:
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(1024):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_the_oldest_silent_ones_are_cut_and_members_stay(guarded: Guarded) -> None:
+    with members(guarded, 3) as friends, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(guarded.stranger()) for _ in range(UNPROVEN_MAX + 7)]
+        guarded.until(lambda: guarded.refusals[REFUSED_UNPROVEN] >= 7)
+        guarded.until(lambda: [is_cut(each) for each in strangers] == [True] * 7 + [False] * UNPROVEN_MAX)
+        assert guarded.refusals[REFUSED_UNPROVEN] == 7
+        assert guarded.guard.connections == 3 + UNPROVEN_MAX
+        assert all(answers(guarded, friend) for friend in friends)
+    guarded.until(lambda: guarded.guard.connections == 0)
+
+
+def test_of_too_many_members_the_newest_is_cut(guarded: Guarded) -> None:
+    with members(guarded, CONNECTIONS_MAX) as friends:
+        assert guarded.refusals == {}
+        with guarded.stranger() as late:
+            guarded.until(lambda: guarded.refusals[REFUSED_TOO_MANY] == 1)
+            guarded.until(lambda: is_cut(late))
+        assert all(answers(guarded, friend) for friend in friends)
+        assert guarded.guard.connections == CONNECTIONS_MAX
+
+
+def test_connections_that_come_and_go_leave_nothing(guarded: Guarded) -> None:
+    for _ in range(100):
+        guarded.stranger().close()
+    guarded.until(lambda: guarded.refusals.total() >= 100)
+    guarded.until(lambda: guarded.guard.connections == 0)
+    assert set(guarded.refusals) <= {REFUSED_UNFINISHED, REFUSED_UNPROVEN}
+
+
+def test_a_descriptor_that_has_become_something_else_is_left_alone(guarded: Guarded) -> None:
+    """The number the monitor told may stand for a file or for a connection to somewhere else by now."""
+    reader, writer = os.pipe()
+    listener = os_socket.create_server(("127.0.0.1", 0))
+    elsewhere = os_socket.create_connection(listener.getsockname())
+    try:
+        for descriptor in (reader, elsewhere.fileno(), 9_999):
+            guarded.guard._unproven[descriptor] = None
+            guarded.guard._cut(descriptor, REFUSED_UNPROVEN)
+        os.write(writer, b"x")
+        assert os.read(reader, 1) == b"x"
+        accepted, _ = listener.accept()
+        with accepted:
+            elsewhere.sendall(b"y")
+            assert accepted.recv(1) == b"y"
+        assert guarded.refusals == {}
+    finally:
+        os.close(reader)
+        os.close(writer)
+        elsewhere.close()
+        listener.close()
