@@ -43,6 +43,7 @@ start here:
   kakeya up                   start primary, worker and cache peer in the background
   kakeya chat                 talk to the primary; every turn says what it cost
   kakeya status               what runs, who knows whom, what was reused
+  kakeya top                  watch it live in the terminal
   kakeya explain              what the last requests cost, and why
   kakeya doctor               look for what is wrong, and how to mend it
   kakeya down                 stop the fleet
@@ -274,7 +275,9 @@ def _add_daemons(commands: Any) -> None:
             examples + "\nEvery setting can also come from the environment (KAKEYA_…) or from the file given by --config;\n"
             "a flag wins over the environment, which wins over the file.\n",
         )
-        parser.add_argument("--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)")
+        parser.add_argument(
+            "--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)"
+        )
         check_help = "check settings, keys and model folder, and leave"
         parser.add_argument("--check-settings", action="store_true", help=check_help)
         for option in options_for(role):

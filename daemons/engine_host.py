@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from daemons.decode_child import child_settings
 from daemons.dispatch import Dispatcher
+from daemons.engine_loading import load_model
 from kakeya_zmq.calibration import measure_prefill
-from kakeya_zmq.codecs.engine import CodecEngine
-from kakeya_zmq.codecs.registry import storage_codec
-from kakeya_zmq.compat import check_assertions
-from kakeya_zmq.config import Settings, kakeya_home
+from kakeya_zmq.config import Settings
+from kakeya_zmq.decode_worker.engine import DecodeWorkerEngine
+from kakeya_zmq.decode_worker.values import WorkerSettings
 from kakeya_zmq.demo.prepare import demo_model_folder
 from kakeya_zmq.engine import Engine, ModelFacts
 from kakeya_zmq.engine_runner import EngineFailed, EngineReady, EngineRunner, RunnerEvent
@@ -77,37 +78,11 @@ def make_runner(
     assertions = parse_assertions(settings.assert_compatibility)
     measured: list[float] = []
 
+    def tell(text: str) -> None:
+        _log.info("%s", text)
+
     def build() -> Engine:
-        # Imported on the engine's thread: MLX takes seconds to import, and must be used on the thread that loads it.
-        from kakeya_zmq.model.blas import prepare_blas
-
-        # MLX binds its matrix library when it is first imported, so this comes before every import that needs MLX.
-        threads = settings.blas_threads or os.cpu_count() or 1
-        report = prepare_blas(threads)
-        if report.warning:
-            _log.warning("%s", report.warning)
-        from kakeya_zmq.model.layout import CachePolicy
-        from kakeya_zmq.model.loader import load_engine
-
-        bounded = settings.kv_policy == "sink-window"
-        codec = storage_codec(settings.cache_compression, q_range=settings.lattice_q)
-        loaded = load_engine(
-            folder,
-            model_id=settings.model_id or None,
-            revision_label=settings.revision_label,
-            block_tokens=settings.cache_block_tokens,
-            segment_tokens=settings.prefill_compute_chunk_tokens,
-            policy=CachePolicy.sink_window(settings.sink, settings.window) if bounded else CachePolicy.native(),
-            tenant=settings.tenant_id,
-            digest_cache=kakeya_home() / "digests.json",
-            blas_threads=threads,
-            on_progress=lambda text: _log.info("%s", text),
-            assertions={name: value for name, value in assertions.items() if name != "cache_format_version"},
-        )
-        engine: Engine = loaded
-        if settings.cache_compression != "none":
-            engine = CodecEngine(loaded, codec, loaded.layout.row_geometry)
-        check_assertions(engine.facts.compatibility, assertions)
+        engine = load_model(settings, folder, assertions, tell=tell)
         measured.append(measure_prefill(engine))
         _log.info("prefill on this machine: %.0f tokens/s", measured[0])
         return engine
@@ -121,6 +96,29 @@ def make_runner(
             case _:
                 dispatcher.engine_event(event)
 
-    runner = EngineRunner(build, lambda event: reactor.post(lambda: deliver(event)))
+    child: DecodeWorkerEngine | None = None
+    if settings.decode_worker:
+        given = _worker_settings(settings, child_settings(settings, folder, assertions))
+        child = DecodeWorkerEngine(given, tell=tell, warn=lambda text: _log.warning("%s", text))
+
+    def start_child() -> Engine:
+        assert child is not None
+        child.start()
+        measured.append(child.tokens_per_second)
+        return child
+
+    def post(event: RunnerEvent) -> None:
+        reactor.post(lambda: deliver(event))
+
+    runner = EngineRunner(build if child is None else start_child, post, control=child)
     dispatcher.runner = runner
     return runner
+
+
+def _worker_settings(settings: Settings, for_child: bytes) -> WorkerSettings:
+    return WorkerSettings(
+        program=(sys.executable, "-m", "daemons.decode_child"),
+        settings=for_child,
+        step_timeout_s=settings.decode_worker_timeout_s,
+        startup_timeout_s=settings.decode_worker_startup_timeout_s,
+    )

@@ -27,6 +27,7 @@ from daemons.memory import peak_memory_bytes
 from daemons.security import Security
 from daemons.telemetry_feed import NodeTelemetry
 from kakeya_zmq import __version__
+from kakeya_zmq.compat import TENANT_KEY_ID
 from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.engine import ModelFacts
 from kakeya_zmq.io.bus import Publisher as BusPublisher
@@ -112,6 +113,8 @@ class Node:
         self.counters = Counters.for_prefill()
         self.notes: deque[str] = deque(maxlen=NOTES_KEPT)
         self.facts: ModelFacts | None = None
+        self.tenant_key_id = ""
+        """Public name of the key that a node with a model hashes with."""
         self.state = "starting"
         self.admission = Admission()
         self.sections: list[Callable[[], tuple[str, dict[str, Value]]]] = []
@@ -316,6 +319,8 @@ class Node:
             "prefill": self.counters.snapshot(),
             "refusals": dict(self.security.refusals),
         }
+        if self.facts is not None:
+            sections["compatibility"] = {**vars_of(self.facts.compatibility), TENANT_KEY_ID: self.tenant_key_id}
         for section in self.sections:
             name, figures = section()
             sections[name] = figures

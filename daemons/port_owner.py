@@ -22,7 +22,11 @@ def listener(port: int) -> psutil.Process | None:
 def _listeners() -> Iterator[tuple[psutil.Process, int]]:
     """Listening processes that may be looked at, with their ports. macOS tells only those of this user."""
     try:
-        rows = [(row.pid, row.laddr.port) for row in psutil.net_connections("tcp") if row.status == psutil.CONN_LISTEN]
+        rows = [
+            (row.pid, getattr(row.laddr, "port", 0))
+            for row in psutil.net_connections("tcp")
+            if row.status == psutil.CONN_LISTEN
+        ]
     except psutil.AccessDenied:
         yield from _listeners_one_by_one()
         return
@@ -37,7 +41,7 @@ def _listeners_one_by_one() -> Iterator[tuple[psutil.Process, int]]:
         with contextlib.suppress(psutil.Error):
             for row in process.net_connections("tcp"):
                 if row.status == psutil.CONN_LISTEN:
-                    yield process, row.laddr.port
+                    yield process, getattr(row.laddr, "port", 0)
 
 
 def describe(process: psutil.Process) -> str:

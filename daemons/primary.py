@@ -15,6 +15,7 @@ from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.codecs.probe import CodecProbe, value_bytes_of
 from kakeya_zmq.compat import TENANT_KEY_ID, block_hash, chain_hashes, tenant_key_id
 from kakeya_zmq.config import Settings
+from kakeya_zmq.decode_worker.engine import DecodeWorkerEngine
 from kakeya_zmq.engine import ModelFacts, TokenArray
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.model.reserve import give_back_reserve
@@ -118,6 +119,7 @@ class Primary:
         node = self.node
         self._facts = facts
         node.facts = facts
+        node.tenant_key_id = self._tenant_key_id
         self._fingerprint = facts.compatibility.fingerprint()
         self._rates.local.assume(tokens_per_second)
         compatibility = facts.compatibility
@@ -144,6 +146,9 @@ class Primary:
         node.dispatcher.add(self._publisher, extra=self._carry_out)
         node.dispatcher.add(self._inference, handles=self._inference.handles, extra=self._carry_out)
         node.sections.append(self._section)
+        child = self._runner.control
+        if isinstance(child, DecodeWorkerEngine):
+            node.sections.append(lambda: ("decode_worker", asdict(child.figures())))
         node.open()
         self._ready({"address": str(node.address), "bus_port": node.bus.port, "model_id": facts.compatibility.model_id})
 

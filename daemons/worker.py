@@ -86,6 +86,7 @@ class Worker:
         node = self.node
         self._facts = facts
         node.facts = facts
+        node.tenant_key_id = tenant_key_id(self._tenant_key)
         self._work = WorkService(
             facts=facts,
             tenant_key=self._tenant_key,

@@ -103,7 +103,7 @@ class CounterLedger:
             return {}
         elif incarnation > row.incarnation:
             for name, value in row.current.items():
-                pass
+                row.base[name] = row.base.get(name, 0) + value
             row.incarnation, row.current = incarnation, {}
             self._changed.add(node_id)
         self._rows.move_to_end(node_id)

@@ -40,6 +40,10 @@ install_package demo test
 if [ "$(uname -s)" = Linux ] && ! command -v ip >/dev/null 2>&1 && can_apt; then
     apt_install iproute2
 fi
+# The tests of `kakeya top` on a real terminal use tmux; without it they are skipped.
+if ! command -v tmux >/dev/null 2>&1 && can_apt; then
+    apt_install tmux || say "tmux could not be installed: its tests are skipped"
+fi
 
 cd "$kakeya_root"
 say "preparing the demo model"

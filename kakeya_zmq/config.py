@@ -99,6 +99,9 @@ class Settings:
     max_jobs_per_node: int
     max_prompt_tokens: int
     blas_threads: int
+    decode_worker: bool
+    decode_worker_timeout_s: float
+    decode_worker_startup_timeout_s: float
     assert_compatibility: tuple[str, ...]
     telemetry_interval_s: float
     memory_warning_gb: float

@@ -168,6 +168,12 @@ Command: TypeAlias = (
 )
 
 
+KV_NOT_ENCODED = (
+    "the KV cache holds values that are not finite, which --cache-compression cannot store: use none or zlib on every node"
+)
+"""What to tell the user when parts could not be encoded."""
+
+
 # --- events ----------------------------------------------------------------------------------------------------
 
 
@@ -201,6 +207,8 @@ class SegmentComputed:
     position: int
     parts: tuple[RawPart, ...]
     elapsed_ms: float
+    parts_not_encoded: int = 0
+    """Parts that should be there and could not be stored by the codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +230,8 @@ class DecodeFinished:
 class PartsCaptured:
     session_id: str
     parts: tuple[RawPart, ...]
+    parts_not_encoded: int = 0
+    """Parts that should be there and could not be stored by the codec."""
 
 
 @dataclass(frozen=True, slots=True)

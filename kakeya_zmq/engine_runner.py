@@ -11,6 +11,9 @@ who decodes waits for at most one segment of every other session between two tok
 
 ``post`` is called on the engine's thread, and on the caller's thread for what is submitted after the end. It must be
 thread-safe, must not block, and must not raise.
+
+An engine that runs elsewhere (kakeya_zmq.decode_worker) can break a step off: it is told through a :class:`StepControl`, and
+answers by raising :class:`StepInterrupted`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from kakeya_zmq.engine import Command, CommandFailed, Engine, EngineMemory, Event, ModelFacts
 from kakeya_zmq.protocol.effects import CommandEnded, CommandEvent, Ticket
@@ -41,6 +44,34 @@ class EngineFailed:
 
     message: str
     error: Exception
+
+
+class StepInterrupted(Exception):
+    """Raised by an engine whose step was broken off because its command was cancelled, or the runner stops."""
+
+
+class EngineFault(Exception):
+    """Raised by an engine for an exception that another process's engine raised there.
+
+    Args:
+        error_name: the exception's class.
+    """
+
+    def __init__(self, error_name: str) -> None:
+        super().__init__(error_name)
+        self.error_name = error_name
+
+
+class StepControl(Protocol):
+    """Reaches an engine in the middle of a step; called on any thread. Such an engine watches over its steps itself."""
+
+    def step_cancelled(self, session_id: str) -> None:
+        """The session's command whose step is being computed was cancelled."""
+        ...
+
+    def stopping(self, timeout_s: float) -> None:
+        """The runner stops; the step being computed may take that long."""
+        ...
 
 
 RunnerEvent: TypeAlias = EngineReady | EngineFailed | CommandEvent | CommandEnded
@@ -70,6 +101,7 @@ class EngineRunner:
         engine_factory: called once, on that thread.
         post: takes every event, see the module's text.
         clock: seconds, monotonic.
+        control: of an engine that can break a step off, else None.
     """
 
     def __init__(
@@ -78,10 +110,12 @@ class EngineRunner:
         post: Callable[[RunnerEvent], None],
         *,
         clock: Callable[[], float] = time.monotonic,
+        control: StepControl | None = None,
     ) -> None:
         self._factory = engine_factory
         self._post = post
         self._clock = clock
+        self._control = control
         self._changed = threading.Condition()
         # Under the condition's lock:
         self._tasks: dict[Ticket, _Task] = {}
@@ -137,6 +171,9 @@ class EngineRunner:
             task.cancelled = True
             self._cancelled.append(task)
             self._changed.notify()
+        running = self._running
+        if self._control is not None and running is not None and running.ticket == ticket:
+            self._control.step_cancelled(task.command.session_id)
 
     def stop(self, timeout_s: float) -> bool:
         """Cancel everything after the running step, close the engine, end the thread; may be called again.
@@ -150,13 +187,23 @@ class EngineRunner:
         if self._thread.ident is None:  # never started
             self._refuse("the engine was never started")
             return True
+        if self._control is not None:
+            # Half of the time for the step, the rest for closing.
+            self._control.stopping(timeout_s / 2)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     @property
     def running(self) -> Running | None:
-        """Which command's step is being computed, and since when; None while idle."""
-        return self._running
+        """Which command's step is being computed, and since when; None while idle, and for an engine with a control.
+
+        Such an engine has a limit for its steps, and one of them may hold a restart, which takes longer than any step.
+        """
+        return self._running if self._control is None else None
+
+    @property
+    def control(self) -> StepControl | None:
+        return self._control
 
     @property
     def failures(self) -> int:
@@ -222,10 +269,14 @@ class EngineRunner:
             if task.steps is None:
                 task.steps = iter(engine.handle(task.command))
             event = next(task.steps, None)
+        except StepInterrupted:
+            self._end(engine, task, cancelled=True)
+            return
         except Exception as error:  # a bug in the engine must not take the other sessions down
             self._failures += 1
             session_id = task.command.session_id
-            message = f"the engine failed: {type(error).__name__}"
+            name = error.error_name if isinstance(error, EngineFault) else type(error).__name__
+            message = f"the engine failed: {name}"
             failed = CommandFailed(session_id, message, engine.session_position(session_id) or 0)
             self._post(CommandEvent(task.ticket, failed))
             event = None

@@ -25,6 +25,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from kakeya_zmq.backoff import Backoff
 from kakeya_zmq.codecs.link import CodecRates, choose_link_codec
 from wire.ids import NodeId
 from wire.messages import LinkCodec
@@ -169,6 +170,8 @@ class MeasuredRates:
     """Options that were not taken, so that none is forgotten."""
     routes: dict[NodeId, str] = field(default_factory=dict)
     """The endpoint each node is reached through: the rates of its link are those of this endpoint."""
+    backoff: Backoff = field(default_factory=Backoff)
+    """Nodes that are left alone for a while."""
     parked: dict[NodeId, dict[str, tuple[Rate | None, Rate | None, int]]] = field(default_factory=dict)
     """What was measured of each node's other endpoints: plain, compressed, transfers."""
 
@@ -233,6 +236,7 @@ class MeasuredRates:
         self.link_transfers.pop(node_id, None)
         self.workers.pop(node_id, None)
         self.passed_over.forget(node_id)
+        self.backoff.forget(node_id)
         self.routes.pop(node_id, None)
         self.parked.pop(node_id, None)
 

@@ -74,6 +74,14 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Damage at an offset of one direction of one connection."""
+
+    damage: Damage
+    at: int
+
+
 @dataclass(slots=True, eq=False)
 class _Pipe:
     """One direction of one connection."""
@@ -83,8 +91,7 @@ class _Pipe:
     source: socket.socket
     sink: socket.socket
     passed: int = 0
-    armed_at: int = 0
-    """``passed`` when damage was ordered; 0 for connections made after that."""
+    order: _Order | None = None
     buffer: bytes = b""
 
 
@@ -99,16 +106,11 @@ class _Link:
 
 
 @dataclass(slots=True)
-class _Order:
-    damage: Damage
-    after: int
-
-
-@dataclass(slots=True)
 class _Rules:
     holds: dict[tuple[Plane, Way], int] = field(default_factory=dict)
     """Bytes of each connection that may pass."""
     orders: dict[tuple[Plane, Way], _Order] = field(default_factory=dict)
+    """For the next connection."""
 
 
 class Proxy:
@@ -189,12 +191,14 @@ class Proxy:
         self._tell(command)
 
     def damage(self, plane: Plane, way: Way, damage: Damage, *, after: int) -> None:
-        """Once: when ``after`` more bytes of a connection have passed."""
+        """Once for each connection there is, or for the next one if there is none: when ``after`` more bytes have passed."""
 
         def command() -> None:
-            for pipe in (pipe for link in self._links for pipe in link.pipes):
-                pipe.armed_at = pipe.passed
-            self._rules.orders[plane, way] = _Order(damage, after)
+            pipes = [pipe for link in self._links for pipe in link.pipes if (pipe.plane, pipe.way) == (plane, way)]
+            for pipe in pipes:
+                pipe.order = _Order(damage, pipe.passed + after)
+            if not pipes:
+                self._rules.orders[plane, way] = _Order(damage, after)
 
         self._tell(command)
 
@@ -204,13 +208,10 @@ class Proxy:
         def command() -> None:
             self._rules.holds.clear()
             self._rules.orders.clear()
+            for pipe in (pipe for link in self._links for pipe in link.pipes):
+                pipe.order = None
 
         self._tell(command)
-
-    @property
-    def armed(self) -> bool:
-        """Whether damage was ordered that has not happened yet."""
-        return bool(self._rules.orders)
 
     def passed(self, plane: Plane, way: Way) -> int:
         """Bytes so far, over all connections."""
@@ -292,6 +293,8 @@ class Proxy:
             one.setblocking(False)
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         pipes = (_Pipe(plane, Way.TO_SERVER, client, server), _Pipe(plane, Way.TO_CLIENT, server, client))
+        for pipe in pipes:
+            pipe.order = self._rules.orders.pop((plane, pipe.way), None)
         link = _Link(client, server, pipes)
         self._links.append(link)
         code = server.connect_ex((self._target, port))
@@ -349,10 +352,10 @@ class Proxy:
         if not piece:
             self._close(link)
             return
-        order = self._rules.orders.get((pipe.plane, pipe.way))
-        at = order.after - (pipe.passed - pipe.armed_at) if order is not None else len(piece)
-        if order is not None and 0 <= at < len(piece):
-            del self._rules.orders[pipe.plane, pipe.way]
+        order = pipe.order
+        at = order.at - pipe.passed if order is not None else len(piece)
+        if order is not None and at < len(piece):
+            pipe.order = None
             if order.damage is Damage.FLIP:
                 piece = piece[:at] + bytes([piece[at] ^ 0x10]) + piece[at + 1 :]
             else:

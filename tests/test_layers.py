@@ -16,7 +16,7 @@ MODEL_LIBRARIES = {"mlx", "mlx_lm"}
 FORBIDDEN = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "torch"}
 MEASURED = "daemons.bench.programs"
 """References of `kakeya bench` measure the libraries themselves, each in a process of its own."""
-PURE_DOMAIN = ("blocks", "compat", "engine", "store", "coverage", "planner", "telemetry", "protocol")
+PURE_DOMAIN = ("backoff", "blocks", "compat", "engine", "store", "coverage", "planner", "telemetry", "protocol")
 
 
 def within(name: str, *packages: str) -> bool:

@@ -34,6 +34,8 @@ from wire.errors import AuthenticationError, ConfigError, LocalProtocolError, Se
 KEY_BYTES: Final = 32
 KEY_ID_BYTES: Final = 8
 PSK_BYTES_MIN: Final = 16
+KEY_RING_HEADER: Final = b"# kakeya fleet keys, newest first"
+"""First line of a file that holds several PSKs, one a line (wire.keyring)."""
 SIGNATURE_BYTES: Final = 64
 SECRET_FILE_BYTES_MAX: Final = 64 * 1024
 """No secret is larger; keeps a wrong path (a model, a log) from being read into memory."""
@@ -125,11 +127,11 @@ def _read_at_most(descriptor: int, count: int) -> bytes:
     return bytes(pieces)
 
 
-def write_secret_file(path: Path, data: bytes) -> None:
-    """Write a new secret file with mode 0600; missing parent folders are made with mode 0700.
+def write_secret_file(path: Path, data: bytes, *, replace: bool = False) -> None:
+    """Write a secret file with mode 0600; missing parent folders are made with mode 0700.
 
     The file appears whole or not at all (written beside its name, then linked to it), so two daemons that start together
-    can't read half a key; an existing file is never overwritten.
+    can't read half a key; an existing file is overwritten only with ``replace``.
 
     Raises:
         ConfigError: the file exists, or cannot be written.
@@ -143,7 +145,10 @@ def write_secret_file(path: Path, data: bytes) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.link(temporary, path)
+            if replace:
+                temporary.replace(path)
+            else:
+                os.link(temporary, path)
         finally:
             temporary.unlink(missing_ok=True)
         _sync_folder(path.parent)
@@ -288,10 +293,12 @@ class FleetKey:
     def load(cls, path: Path) -> FleetKey:
         """Read the PSK from its file; the text itself, without outer whitespace, is the key.
 
+        Of a file with several keys (:mod:`wire.keyring`) it is the oldest, which every node admits until it is retired.
+
         Raises:
             SecretFileError: see :func:`read_secret_file`.
         """
-        return cls(read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key"))
+        return cls(split_keys(read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key"))[-1])
 
     @staticmethod
     def generate() -> bytes:
@@ -331,6 +338,14 @@ class FleetKey:
         if len(self.psk) <= hashlib.blake2b.MAX_KEY_SIZE:
             return self.psk
         return hashlib.blake2b(self.psk, person=_PERSON_LONG_PSK).digest()
+
+
+def split_keys(data: bytes) -> list[bytes]:
+    """The PSKs in the text of a key file, newest first: the text itself, or the lines after KEY_RING_HEADER."""
+    header, *lines = data.splitlines() or [b""]
+    if header.strip() != KEY_RING_HEADER:
+        return [data]
+    return [line.strip() for line in lines if line.strip()] or [b""]
 
 
 def _blake2b(key: bytes, person: bytes, *, salt: bytes = b"", data: bytes = b"") -> bytes:

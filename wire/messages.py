@@ -607,6 +607,10 @@ class Goodbye(_Message, frozen=True, kw_only=True, tag=9):
     """The sender is leaving on purpose: open requests will not be answered."""
 
     reason: Text
+    moved_to: Annotated[int, Meta(ge=0, le=65_535)] = 0
+    """From a server: it goes on at this port of the same host. Nothing is open any more, and requests from ``unopened_from``
+    on were not looked at, so they may be sent again there. 0: it does not go on."""
+    unopened_from: Number = 0
 
 
 ClientEnvelope: TypeAlias = Request | Update | Cancel | Ping | Goodbye

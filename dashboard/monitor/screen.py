@@ -96,8 +96,11 @@ class Screen:
 
 
 def print_frame(picture: Picture, controls: Controls, size: tuple[int, int], glyphs: Glyphs) -> None:
-    """One frame as lines on standard output, with colours where that is a terminal that has them."""
+    """One frame as lines on standard output, with the colours a terminal there has; empty rows at its end are left out."""
     frame = render(picture, controls, size[0], size[1] + 1, glyphs)
-    lines = Painter(colour=sys.stdout.isatty()).draw(frame.lines[:-1])  # without the line about keys
-    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in lines))
+    lines = list(frame.lines[:-1])  # without the line about keys
+    while lines and not lines[-1].plain.strip():
+        lines.pop()
+    drawn = Painter(colour=sys.stdout.isatty()).draw(lines)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn))
     sys.stdout.flush()

@@ -95,10 +95,15 @@ export class Chart {
     return h(
       "figure",
       { class: "chart", key: this.title },
-      h("figcaption", null, h("h3", null, this.title), h("dl", { class: "legend" }, this.lines.map((line) => this.#legend(line, row)))),
+      h("figcaption", null, h("h3", null, this.title), h("dl", { class: "legend" }, this.#listed().map((line) => this.#legend(line, row)))),
       h("div", { class: "plot", role: "img", "aria-label": this.#inWords(), mount: this.mount }),
       this.#isEmpty() && h("p", { class: "no-data" }, "Nothing measured yet"),
     );
+  }
+
+  /** Of many lines only those that have something to show. */
+  #listed() {
+    return this.lines.length > 2 ? this.lines.filter((line) => this.#known(line).length) : this.lines;
   }
 
   #legend(line, row) {

@@ -15,7 +15,7 @@ export function fleetMap(store) {
   const labelled = nodes.length <= LABELS_MAX;
   return h(
     "div",
-    { class: `map${labelled ? "" : " many"}`, role: "img", "aria-label": inWords(nodes) },
+    { class: `map ${labelled ? (nodes.length <= 3 ? "few" : "") : "many"}`.trim(), role: "img", "aria-label": inWords(nodes) },
     h("svg", { viewBox: "0 0 100 100", preserveAspectRatio: "none", "aria-hidden": "true" }, spokes(store, places)),
     nodes.map((node) => {
       const [x, y] = places.get(node.id);

@@ -129,7 +129,7 @@ function moreButton(id, open, opened, refresh, what) {
       type: "button",
       class: "quiet small",
       "aria-expanded": open ? "true" : "false",
-      "aria-label": `Details of ${what}`,
+      "aria-label": `${open ? "Less" : "More"} about ${what}`,
       onclick: () => {
         if (open) opened.delete(id);
         else opened.add(id);

@@ -168,7 +168,7 @@ function makeCharts() {
         { label: "all", ink: "source-computed", kind: "bars", value: (row) => (row.tokens_reused + row.tokens_computed) / row.step_s },
         { label: "reused", ink: "accent", kind: "bars", value: (row) => row.tokens_reused / row.step_s },
       ],
-      show: (value) => `${compact(Math.round(value))}/s`,
+      show: (value) => `${value < 10 ? Number(value.toFixed(1)) : compact(Math.round(value))}/s`,
     }),
     new Chart({
       title: "Bytes moved",

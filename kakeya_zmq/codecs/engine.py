@@ -51,8 +51,6 @@ class CodecEngine:
         for rows in self._geometry.values():
             if rows is not None:
                 codec.check(rows)
-        self.parts_not_encoded = 0
-        """Captured parts the codec refused (not finite numbers): they are not stored, which is a later miss."""
         self._facts = self._stored_facts(engine.facts)
 
     @property
@@ -91,16 +89,17 @@ class CodecEngine:
     def _encode_event(self, event: Event) -> Event:
         match event:
             case SegmentComputed() | PartsCaptured():
-                return replace(event, parts=tuple(self._encoded(event.parts)))
+                parts = tuple(self._encoded(event.parts))
+                return replace(event, parts=parts, parts_not_encoded=len(event.parts) - len(parts))
             case _:
                 return event
 
     def _encoded(self, parts: tuple[RawPart, ...]) -> Iterator[RawPart]:
+        """Without those that the codec refuses (not finite numbers): they are not stored, which is a later miss."""
         for part in parts:
             try:
                 payload = encode_part(self._codec, part.payload, self._geometry.get(part.kind), part.token_count)
             except KakeyaError:
-                self.parts_not_encoded += 1
                 continue
             yield replace(part, payload=payload)
 

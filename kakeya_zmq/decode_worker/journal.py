@@ -160,12 +160,12 @@ class Journal:
         if command is None or self._finished or event.session_id != self.session_id:
             raise LocalProtocolError(f"{type(event).__name__} belongs to no command")
         match command, event:
-            case (OpenSession() | CloseSession()), SessionReady():
+            case ((OpenSession() | CloseSession()), SessionReady()):
                 self._finished = True
-            case (BeginImport() | AddParts()), ImportAdvanced():
+            case ((BeginImport() | AddParts()), ImportAdvanced()):
                 self._importing = (*self._importing, command)
                 self._finished = True
-            case (ImportPrefix() | FinishImport()), PrefixImported(position=position):
+            case ((ImportPrefix() | FinishImport()), PrefixImported(position=position)):
                 self._imported(command, position)
             case Prefill(tokens=tokens), SegmentComputed(position=position):
                 self._prefilled(tokens, position)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Final, TypeAlias, get_args
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -55,9 +55,10 @@ class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True)
 
 
 class Load(_Message, frozen=True, tag=1):
-    """The first message: what to load. ``settings`` belong to the child's program."""
+    """The first message: what to load. ``settings`` belong to the child's program; ``measure``: how fast it prefills."""
 
     settings: msgspec.Raw
+    measure: bool
 
 
 class Start(_Message, frozen=True, tag=2):
@@ -133,7 +134,9 @@ class Raised(_Message, frozen=True, tag=16):
 
 
 Request: TypeAlias = Load | Start | Next | Cancel
-Reply: TypeAlias = Told | Loaded | Refused | Stepped | Ended | Raised
+Answer: TypeAlias = Stepped | Ended | Raised
+"""To everything but Load."""
+Reply: TypeAlias = Told | Loaded | Refused | Answer
 
 
 def _encode_value(value: object) -> bytes:
@@ -149,10 +152,11 @@ def _decode_value(kind: type, value: Any) -> Any:
     return np.frombuffer(value, dtype="<i4").astype(np.int32, copy=False)
 
 
+_T = TypeVar("_T")
 _ENCODER: Final = msgspec.msgpack.Encoder(enc_hook=_encode_value)
-_REQUESTS: Final = msgspec.msgpack.Decoder(Request)
-_REPLIES: Final = msgspec.msgpack.Decoder(Reply)
-_VALUES: Final[dict[str, msgspec.msgpack.Decoder[Any]]] = {
+_REQUESTS: Final[msgspec.msgpack.Decoder[Request]] = msgspec.msgpack.Decoder(Request)
+_REPLIES: Final[msgspec.msgpack.Decoder[Reply]] = msgspec.msgpack.Decoder(Reply)
+_VALUES: Final[dict[str, msgspec.msgpack.Decoder[Command | Event]]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=_decode_value) for kind in (*get_args(Command), *get_args(Event))
 }
 _WITH_PARTS: Final = (ImportPrefix, AddParts, SegmentComputed, PartsCaptured)
@@ -172,7 +176,7 @@ def decode_reply(body: bytes) -> Reply:
     return _decoded(_REPLIES, body)
 
 
-def _decoded(decoder: msgspec.msgpack.Decoder[Any], body: bytes | msgspec.Raw) -> Any:
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], body: bytes | msgspec.Raw) -> _T:
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -189,12 +193,7 @@ def pack(value: Command | Event) -> tuple[str, msgspec.Raw, tuple[PartShape, ...
     return kind, body, shapes, tuple(part.payload for part in value.parts)
 
 
-def unpack(kind: str, body: msgspec.Raw, shapes: Sequence[PartShape], payloads: Sequence[memoryview]) -> Any:
-    """The command or event that :func:`pack` took apart.
-
-    Raises:
-        RemoteProtocolError: there is no such kind, the fields are not its own, or it has no parts.
-    """
+def _unpack(kind: str, body: msgspec.Raw, shapes: Sequence[PartShape], payloads: Sequence[memoryview]) -> Command | Event:
     decoder = _VALUES.get(kind)
     if decoder is None:
         raise RemoteProtocolError("a message of the decode worker boundary has an unknown kind")
@@ -208,6 +207,26 @@ def unpack(kind: str, body: msgspec.Raw, shapes: Sequence[PartShape], payloads: 
         for shape, payload in zip(shapes, payloads, strict=True)
     )
     return replace(value, parts=parts)
+
+
+def unpack_command(kind: str, body: msgspec.Raw, shapes: Sequence[PartShape], payloads: Sequence[memoryview]) -> Command:
+    """The command that :func:`pack` took apart.
+
+    Raises:
+        RemoteProtocolError: there is no such command, the fields are not its own, or it has no parts.
+    """
+    value = _unpack(kind, body, shapes, payloads)
+    if not isinstance(value, get_args(Command)):
+        raise RemoteProtocolError(f"{kind} is no command")
+    return cast(Command, value)
+
+
+def unpack_event(kind: str, body: msgspec.Raw, shapes: Sequence[PartShape], payloads: Sequence[memoryview]) -> Event:
+    """The event that :func:`pack` took apart; raises as :func:`unpack_command`."""
+    value = _unpack(kind, body, shapes, payloads)
+    if not isinstance(value, get_args(Event)):
+        raise RemoteProtocolError(f"{kind} is no event")
+    return cast(Event, value)
 
 
 def payload_sizes(message: Request | Reply) -> tuple[int, ...]:

@@ -40,8 +40,8 @@ def end_with_parent(leave: Callable[[], None] = lambda: os._exit(0)) -> None:
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
-def receive_settings(channel: Channel) -> bytes:
-    """The settings of the first message, as the parent encoded them.
+def receive_settings(channel: Channel) -> m.Load:
+    """The first message.
 
     Raises:
         RemoteProtocolError: the first message is another one.
@@ -51,7 +51,7 @@ def receive_settings(channel: Channel) -> bytes:
     message = m.decode_request(body)
     if not isinstance(message, m.Load):
         raise RemoteProtocolError(f"the first message is {type(message).__name__}")
-    return bytes(message.settings)
+    return message
 
 
 def tell(channel: Channel, text: str) -> None:
@@ -96,7 +96,7 @@ class _Worker:
         payloads = self._channel.receive_payloads(m.payload_sizes(request), payload_bytes)
         match request:
             case m.Start(task=task, kind=kind, command=command, parts=shapes):
-                found = m.unpack(kind, command, shapes, payloads)
+                found = m.unpack_command(kind, command, shapes, payloads)
                 if task in self._tasks:
                     raise RemoteProtocolError("a task was started twice")
                 self._tasks[task] = (found.session_id, iter(self._engine.handle(found)))

@@ -220,9 +220,8 @@ class Subscriber:
             raise LocalProtocolError("the telemetry key opens telemetry topics only")
         self._connected: set[Address] = set()
         self._closed = False
-        curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
+        self._curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
         self._socket = create_socket(reactor.context, zmq.SUB, BUS_SUB)
-        apply_curve_client(self._socket, curve.public, curve)
         for topic in self._orders:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
         self._monitor = SocketMonitor(reactor, self._socket, SERVER_EVENTS, self._on_link_event)
@@ -237,6 +236,8 @@ class Subscriber:
         """Also listen to the publisher at ``address``; libzmq keeps trying until :meth:`disconnect`. Idempotent."""
         self._reactor.check_thread()
         if address not in self._connected:
+            # What is set now is what this connection keeps, also when it is made again.
+            apply_curve_client(self._socket, self._curve.public, self._curve)
             self._socket.connect(dialled(address).zmq_endpoint())
             self._connected.add(address)
 

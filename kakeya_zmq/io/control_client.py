@@ -14,9 +14,9 @@ from __future__ import annotations
 import logging
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Final, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import zmq
 
@@ -25,6 +25,7 @@ from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_ex
 from kakeya_zmq.io.sockets import CONTROL_CLIENT, Address, apply_curve_client, create_socket
 from kakeya_zmq.protocol import session as machine
 from kakeya_zmq.protocol.effects import Tick
+from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.session import ClientSession, LocalNode, PeerInfo
 from wire import limits
 from wire.errors import FailureCode
@@ -44,6 +45,8 @@ REJECTIONS_OF_A_KNOWN_PEER: Final = 3
 NOT_A_NODE: Final = "what answers at this address is not a node of this fleet"
 PAUSED: Final = "it takes the connection but does not answer: paused or overloaded"
 NOBODY_THERE: Final = "nothing answers at this address"
+
+Keys: TypeAlias = Callable[[], Sequence[FleetKey]]
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +103,10 @@ class ControlClient:
 
     Args:
         address: where the server listens.
+        fleet_key: the PSK; or a function that gives those that may be valid, asked each time the connection is opened. They
+            are tried in turn, as an endpoint admits one of them only.
         expected_node_id: refuse any other node there.
+        identities: which key belongs to which node id; a book of its own when None.
         on_up: called with the peer each time a session is established.
         on_round_trip: called with each measured round trip, in ms.
         on_down: called with one line each time a session ends, and when a first or repeated attempt fails for a new reason.
@@ -112,8 +118,9 @@ class ControlClient:
         *,
         address: Address,
         local: LocalNode,
-        fleet_key: FleetKey,
+        fleet_key: FleetKey | Keys,
         expected_node_id: str | None = None,
+        identities: IdentityBook | None = None,
         on_up: Callable[[PeerInfo], None] | None = None,
         on_down: Callable[[str], None] | None = None,
         on_round_trip: Callable[[float], None] | None = None,
@@ -129,13 +136,22 @@ class ControlClient:
         self.counters: Counter[str] = Counter()
         """``sessions``, ``sockets``, ``handshakes_rejected``, ``late_replies``, ``frames_dropped``, ``callback_errors``; of
         the host's own traffic, pings aside: ``requests``, ``updates``, ``cancels``, ``answers``."""
-        self._fleet_key = fleet_key
+        self._keys: Keys = (lambda: (fleet_key,)) if isinstance(fleet_key, FleetKey) else fleet_key
+        self._fleet_key = self._keys()[0]
+        self._tried = 0
+        """Keys that were refused in a row."""
+        self._detour_port = 0
+        """Where the server goes on for now; 0: at its address."""
         self._on_up = on_up
         self._on_down = on_down
         self._on_round_trip = on_round_trip
         self._when_idle: Callable[[], None] | None = None
         self._session = ClientSession(
-            local=local, fleet_key=fleet_key, random_bytes=secrets.token_bytes, expected_node_id=expected_node_id
+            local=local,
+            fleet_key=self._fleet_key,
+            random_bytes=secrets.token_bytes,
+            expected_node_id=expected_node_id,
+            identities=identities,
         )
         self._effects = EffectQueue(self._apply)
         self._requests: dict[int, OutgoingRequest] = {}
@@ -272,6 +288,7 @@ class ControlClient:
             case machine.Transmit():
                 self._transmit(list(effect.frames))
             case machine.Reopen():
+                self._detour_port = effect.port
                 self._reopen(effect.delay_s)
             case machine.SessionUp():
                 self._session_up(effect.peer)
@@ -371,13 +388,18 @@ class ControlClient:
         # Goodbye that explains the end (measured: one in twenty). What IMMEDIATE is for is done here: frames wait in our own
         # queue until the handshake is through, and after a lost connection comes a new socket.
         socket.immediate = 0
+        # Where a server goes on for now it admits a newer key than where it came from.
+        keys = tuple(reversed(self._keys())) if self._detour_port else self._keys()
+        self._fleet_key = keys[self._tried % len(keys)]
+        self._session.use_key(self._fleet_key)
         apply_curve_client(socket, self._fleet_key.curve_server().public, self._fleet_key.curve_client())
         self._socket = socket
         self._connected = self._secured = False
         self._link_error = link_error
         self._monitor = SocketMonitor(self.reactor, socket, CLIENT_EVENTS, self._on_link_event)
         self.reactor.register(socket, self._on_readable, self._on_writable)
-        socket.connect(dialled(self.address).zmq_endpoint())
+        target = Address(self.address.host, self._detour_port) if self._detour_port else self.address
+        socket.connect(dialled(target).zmq_endpoint())
         self._feed(machine.SocketOpened())
 
     def _close_socket(self, *, linger_ms: int = 0) -> None:
@@ -394,6 +416,7 @@ class ControlClient:
         self._close_socket()
         if self._reopen_timer is not None:
             self._reopen_timer.cancel()
+        self._tried = 0
         self._reopen_timer = self.reactor.call_later(delay_s, self._open_socket)
 
     def _on_readable(self) -> None:
@@ -403,6 +426,9 @@ class ControlClient:
 
     def _on_link_event(self, event: LinkEvent) -> None:
         match event:
+            case LinkEvent.REJECTED if self._next_key():
+                self._close_socket()
+                self._open_socket()
             case LinkEvent.REJECTED:
                 self.counters["handshakes_rejected"] += 1
                 self._rejections += 1
@@ -416,6 +442,7 @@ class ControlClient:
             case LinkEvent.SECURED:
                 self._secured = True
                 self._rejections = 0
+                self._tried = 0
                 self._link_error = None
                 if self._queue and self._socket is not None:
                     self.reactor.watch_writable(self._socket, True)
@@ -428,6 +455,13 @@ class ControlClient:
                 self._connected = True
             case _:
                 assert_never(event)
+
+    def _next_key(self) -> bool:
+        """Whether there is another key to try before the endpoint is given up for now."""
+        if self.peer is not None or self._secured:
+            return False
+        self._tried += 1
+        return self._tried < len(self._keys())
 
     def _silence(self) -> str:
         """What a connection that never became secure means."""
@@ -450,6 +484,7 @@ class ControlClient:
             self._secured = False
             if self.peer is not None:
                 self._session.replaced_because = CONNECTION_LOST
+                self._detour_port = 0
                 self._close_socket()
                 self._open_socket(CONNECTION_LOST)
 

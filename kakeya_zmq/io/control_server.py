@@ -132,7 +132,7 @@ class ControlServer:
         on_request: called for each request; what it raises becomes a Failure (a KakeyaError with its own code and line,
             anything else INTERNAL with nothing leaked).
         on_refused: told one line for each refused connection or handshake.
-        bus_port: port of this node's bus, told to clients; 0 for none.
+        bus_port: port of this node's bus, told to clients, or what gives it; 0 for none.
         identities: which key belongs to which node id; a book of its own when None.
         limiter: how much one peer may ask; no bounds but those of a session when None.
         connections_max: most connections at once.
@@ -152,7 +152,7 @@ class ControlServer:
         on_refused: Callable[[str], None] | None = None,
         on_peer_up: Callable[[PeerInfo], None] | None = None,
         on_peer_down: Callable[[PeerInfo, str], None] | None = None,
-        bus_port: int = 0,
+        bus_port: int | Callable[[], int] = 0,
         identities: IdentityBook | None = None,
         limiter: RequestLimiter | None = None,
         connections_max: int = CONNECTIONS_MAX,
@@ -171,7 +171,7 @@ class ControlServer:
             local=local,
             fleet_key=fleet_key,
             random_bytes=secrets.token_bytes,
-            bus_port=lambda: bus_port,
+            bus_port=bus_port if callable(bus_port) else lambda: bus_port,
             identities=identities,
             limiter=limiter,
         )
@@ -186,6 +186,7 @@ class ControlServer:
         self._connections = ConnectionGuard(
             reactor, self._socket, on_refused=self._count_refusal, connections_max=connections_max
         )
+        self.key_id = fleet_key.key_id
         self._listen(bind, fleet_key)
         reactor.register(self._socket, self._on_readable)
         self._deadline = reactor.add_deadline_source(self._sessions.deadline, lambda now: self._feed(Tick()))
@@ -212,6 +213,22 @@ class ControlServer:
     def peers(self) -> list[PeerInfo]:
         """The peers with a live session."""
         return list(self._peers.values())
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody has a session here any more."""
+        return not self._peers and not self._requests and not self._backlog
+
+    def move(self, port: int, reason: str) -> None:
+        """Let nobody in any more and send everybody to another port of this node, each when nothing of it is open here."""
+        self.reactor.check_thread()
+        self.reactor.gate.allow_curve(self._domain, ())
+        self._feed(machine.Move(port, reason))
+
+    def expel(self, identity_public_key: bytes, reason: str) -> None:
+        """End the sessions of whoever has this identity key."""
+        self.reactor.check_thread()
+        self._feed(machine.Expel(identity_public_key, reason))
 
     def close(self, reason: str = "shutting down") -> None:
         """Say Goodbye to every peer and stop listening. Open requests end with ``reason``. Idempotent.

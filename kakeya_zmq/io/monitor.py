@@ -73,6 +73,11 @@ class ConnectionWatch:
     def lost(self) -> bool:
         return self._candidates is not None and not self._candidates
 
+    @property
+    def began(self) -> bool:
+        """Whether there ever was one, handshake included."""
+        return self._candidates is not None
+
     def read(self) -> None:
         """Take note of what has happened; call it when ``pair`` is readable."""
         with contextlib.suppress(zmq.Again):

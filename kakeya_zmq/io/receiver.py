@@ -26,7 +26,7 @@ from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane
 from kakeya_zmq.io.memory import Allocate, allocate
 from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import PortRange
-from kakeya_zmq.protocol.effects import CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
+from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind, ChunkPlan, ChunkSpan, decode_manifest, iterate_chunks, plan_bytes
@@ -163,7 +163,8 @@ class ReceiverLane(Lane):
                 if self._watch.lost:
                     return False, CONNECTION_LOST
                 if not self._wait(zmq.POLLIN, timed=True):
-                    return False, "no data came in time"
+                    connecting = isinstance(self._side, ConnectingSide) and not self._watch.began
+                    return False, NO_CONNECTION if connecting else "no data came in time"
                 continue
             header, content_bytes, parts = self._receive_chunk(packed)
             self._made_progress()

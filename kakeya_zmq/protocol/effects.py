@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NewType, TypeAlias
+from typing import Final, NewType, TypeAlias
 
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.engine import Command, Event
@@ -33,6 +33,12 @@ RequestKey = NewType("RequestKey", tuple[bytes, int])
 AskId = NewType("AskId", int)
 LaneId = NewType("LaneId", int)
 Ticket = NewType("Ticket", int)
+
+
+NO_CONNECTION: Final = "its bulk port could not be reached"
+"""Why a lane ended that never had a connection: a firewall, or a port that is not forwarded."""
+UNREACHED_PORT: Final = "sent no data from its bulk port: is it open? (see --bulk-ports)"
+"""The same for the user, after the node's name."""
 
 
 # --- events: what happened ---------------------------------------------------------------------------------------

@@ -26,10 +26,13 @@ import math
 from collections.abc import Iterable
 from typing import TypeAlias
 
+from kakeya_zmq.backoff import Trouble
 from kakeya_zmq.blocks import ROOT_HASH
 from kakeya_zmq.coverage import describe_gap
 from kakeya_zmq.planner import MeasuredRates, decide_link_codec
 from kakeya_zmq.protocol.effects import (
+    NO_CONNECTION,
+    UNREACHED_PORT,
     Ask,
     AskFailed,
     AskId,
@@ -167,10 +170,17 @@ class Gathering:
             lease_ms=self._task.stages_ms,
         )
         effects: list[Effect] = []
+        self._peers = [peer for peer in self._peers if not self._left_alone(peer, now)]
         for peer in self._peers:
             peer.lookup = self._ids.ask()
             effects.append(Ask(peer.lookup, peer.view.node_id, body, self._settings.lookup_timeout_s))
         return [*effects, *self._after_lookup(now)]
+
+    def _left_alone(self, peer: Peer, now: float) -> bool:
+        """Whether nothing could be fetched from a peer anyway; one that must help is asked all the same."""
+        why = self._rates.backoff.left_alone(peer.view.node_id, now, Trouble.BULK_PORT)
+        self._holdings.reason(f"{peer.name} is {why}" if why else "")
+        return bool(why) and not self._task.remote_required
 
     def on(self, event: HostEvent, now: float) -> list[Effect]:
         effects: list[Effect] = []
@@ -402,6 +412,7 @@ class Gathering:
                 continue
             match event:
                 case PartsReceived(parts=parts):
+                    self._rates.backoff.succeeded(peer.view.node_id, Trouble.BULK_PORT)
                     size_bytes = sum(part.meta.length_bytes for part in parts)
                     fetch.watch.advance_to(fetch.watch.done + size_bytes, now)
                     return self._holdings.accept(parts, self._origin(peer), now)
@@ -409,10 +420,17 @@ class Gathering:
                     return [SendUpdate(fetch.ask, Credit(credit_bytes=credit_bytes))] if fetch.ask_open else []
                 case LaneFinished(ok=True):
                     return self._complete(peer, fetch, event.transferred_bytes, now)
-                case LaneFinished():
+                case LaneFinished(reason=reason):
                     fetch.lane = None
-                    return self._fail(peer, "broke off a transfer", now)
+                    return self._fail(peer, self._lane_trouble(peer, reason, now), now)
         return []
+
+    def _lane_trouble(self, peer: Peer, reason: str, now: float) -> str:
+        """What to say of a lane that ended early; a port that nobody can reach is not tried by the next prompts."""
+        if reason != NO_CONNECTION:
+            return f"broke off a transfer: {reason}"
+        self._rates.backoff.failed(peer.view.node_id, Trouble.BULK_PORT, reason, now)
+        return UNREACHED_PORT
 
     def _complete(self, peer: Peer, fetch: PeerFetch, transferred_bytes: int, now: float) -> list[Effect]:
         effects: list[Effect] = [Count("fetches_completed")]

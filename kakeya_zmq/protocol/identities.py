@@ -1,4 +1,4 @@
-"""Which identity key belongs to which node id: bound on first sight, kept for good.
+"""Which identity key belongs to which node id, and who is not admitted: bound on first sight or by the roster, kept for good.
 
 Rules
 - The first key seen for a node id is the only one accepted for it, here and in every later run (the host keeps the book in
@@ -6,17 +6,24 @@ Rules
 - The book is bounded. Of nodes and of clients (short-lived, with random ids) so many each are remembered; the one seen
   longest ago makes room, never one that is in use.
 - Clients are not worth keeping over a restart.
+- A revoked key is refused under every name; its name stays bound to it until it is forgotten.
+- A roster (kakeya_zmq.roster), where there is one, has the first word: who is not on it gets no further.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from typing import Final, TypeAlias
 
 NODES_MAX: Final = 4096
 CLIENTS_MAX: Final = 4096
 CLIENT_ROLES: Final = ("client",)
+OTHER_KEY: Final = "the node says hello with another identity key than before"
+REVOKED: Final = "the identity key of the node is revoked"
+
+Judge: TypeAlias = Callable[[str, bytes, Collection[str]], str]
+"""(node id, key, roles) → why it is not admitted, or an empty text."""
 
 
 class IdentityBook:
@@ -25,9 +32,14 @@ class IdentityBook:
     Args:
         own: our own node id and key; never anybody else's.
         known: nodes of earlier runs, the one seen longest ago first.
+        judge: the roster's word; everybody is admitted when None.
     """
 
-    def __init__(self, own: tuple[str, bytes], known: Mapping[str, bytes] | None = None) -> None:
+    def __init__(
+        self, own: tuple[str, bytes], known: Mapping[str, bytes] | None = None, *, judge: Judge | None = None
+    ) -> None:
+        self.judge = judge
+        self._revoked: set[bytes] = set()
         self._own = own
         self._nodes: OrderedDict[str, bytes] = OrderedDict(list((known or {}).items())[-NODES_MAX:])
         self._nodes.pop(own[0], None)
@@ -47,16 +59,43 @@ class IdentityBook:
         roles: Collection[str],
         in_use: Callable[[], Collection[str]] = tuple,
     ) -> bool:
-        """Whether the node has this key, as far as we know; a new node is remembered.
+        """Whether :meth:`admit` lets the node in."""
+        return not self.admit(node_id, public_key, roles, in_use)
+
+    def admit(
+        self,
+        node_id: str,
+        public_key: bytes,
+        roles: Collection[str],
+        in_use: Callable[[], Collection[str]] = tuple,
+    ) -> str:
+        """Why a node with this key is not let in (fixed text), or an empty text; a new one that is let in is remembered.
 
         Args:
             in_use: node ids that must not make room now.
         """
+        refusal = self._refusal(node_id, public_key, roles)
+        if refusal or node_id == self._own[0]:
+            return refusal
+        self._remember(node_id, public_key, roles, in_use)
+        return ""
+
+    def _refusal(self, node_id: str, public_key: bytes, roles: Collection[str]) -> str:
+        if public_key in self._revoked:
+            return REVOKED
         known = self.key_of(node_id)
-        if known is not None and known != public_key:
-            return False
         if node_id == self._own[0]:
-            return True
+            return "" if known == public_key else OTHER_KEY
+        judged = self.judge(node_id, public_key, roles) if self.judge is not None else None
+        if judged:
+            return judged
+        # What the roster says of a key stands above what was seen first.
+        listed = judged is not None and tuple(roles) != CLIENT_ROLES
+        return "" if listed or known is None or known == public_key else OTHER_KEY
+
+    def _remember(
+        self, node_id: str, public_key: bytes, roles: Collection[str], in_use: Callable[[], Collection[str]]
+    ) -> None:
         is_client = tuple(roles) == CLIENT_ROLES and node_id not in self._nodes
         table, most = (self._clients, CLIENTS_MAX) if is_client else (self._nodes, NODES_MAX)
         if not is_client:
@@ -71,7 +110,17 @@ class IdentityBook:
                 self._new = [*self._new[-NODES_MAX:], node_id]
         table[node_id] = public_key
         table.move_to_end(node_id)
-        return True
+
+    def revoke(self, public_key: bytes) -> None:
+        """Refuse this key from now on."""
+        self._revoked.add(public_key)
+
+    def is_revoked(self, public_key: bytes) -> bool:
+        return public_key in self._revoked
+
+    def forget(self, node_id: str) -> bool:
+        """Let the next key that is seen for a node id be its key; whether there was one."""
+        return (self._nodes.pop(node_id, None) or self._clients.pop(node_id, None)) is not None
 
     def take_new(self) -> tuple[str, ...]:
         """Nodes bound since the last call: to be written down and told."""

@@ -30,6 +30,7 @@ import numpy as np
 
 from kakeya_zmq.blocks import Chain, Part, bind_parts
 from kakeya_zmq.engine import (
+    KV_NOT_ENCODED,
     Capture,
     CommandFailed,
     Decode,
@@ -79,8 +80,8 @@ from kakeya_zmq.protocol.inference_session import (
     PreparationRequest,
     PublishParts,
     Session,
-    appended_history,
     alone,
+    appended_history,
     checked_sampling,
 )
 from kakeya_zmq.protocol.prepare import PromptPreparation
@@ -156,6 +157,7 @@ class InferenceService:
         """Asks, lanes and tickets that a preparation drew, by ("ask" | "lane" | "ticket", number)."""
         self._decodes: dict[Ticket, Session] = {}
         self._captures: dict[Ticket, Capturing] = {}
+        self._told_not_encoded = False
 
     # --- what others may ask -----------------------------------------------------------------------------------
 
@@ -423,6 +425,7 @@ class InferenceService:
 
     def _own(self, operation: Appending, raw_effects: list[Effect]) -> list[InferenceEffect]:
         """Note whose the drawn ids are, so that their events find the preparation."""
+        told: list[InferenceEffect] = []
         for effect in raw_effects:
             match effect:
                 case Ask(ask=ask):
@@ -431,9 +434,11 @@ class InferenceService:
                     self._owners["lane", lane] = operation
                 case RunCommand(ticket=ticket):
                     self._owners["ticket", ticket] = operation
+                case Count(name="parts_not_encoded", amount=lost):
+                    told += self._not_encoded(lost)[1:]
                 case _:
                     pass
-        return list(raw_effects)
+        return [*raw_effects, *told]
 
     # --- generate ------------------------------------------------------------------------------------------------------
 
@@ -547,20 +552,28 @@ class InferenceService:
             # While another operation runs the parts wait for its end.
             return self._flush(session, now) if session.operation is None or session.closed else []
         match event.event:
-            case PartsCaptured(parts=raw_parts):
+            case PartsCaptured(parts=raw_parts, parts_not_encoded=lost):
+                effects = self._not_encoded(lost)
                 try:
                     parts = bind_parts(capture.chain, raw_parts)
                 except ValueError:  # the engine cut other blocks than the chain has: only later reuse is lost
                     capture.failed = True
-                    return [Count("capture_mismatches")]
+                    return [*effects, Count("capture_mismatches")]
                 if session.options.publish:
                     session.pending += parts
-                return self._keep(parts, now) if session.options.use_local_cache else []
+                return [*effects, *(self._keep(parts, now) if session.options.use_local_cache else [])]
             case CommandFailed(message=message):
                 capture.failed = True
                 return [Count("capture_failures"), Note("warning", f"new KV could not be stored: {message}")]
             case _:
                 return []
+
+    def _not_encoded(self, lost_parts: int) -> list[InferenceEffect]:
+        """Count parts that the codec could not store; the user is told once, however often it happens."""
+        if not lost_parts:
+            return []
+        told, self._told_not_encoded = self._told_not_encoded, True
+        return [Count("parts_not_encoded", lost_parts), *([] if told else [Note("error", KV_NOT_ENCODED)])]
 
     def _keep(self, parts: tuple[Part, ...], now: float) -> list[InferenceEffect]:
         failures = 0

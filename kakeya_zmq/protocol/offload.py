@@ -21,9 +21,12 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kakeya_zmq.backoff import Trouble
 from kakeya_zmq.blocks import needed_parts
 from kakeya_zmq.planner import SEGMENT_TOKENS_DEFAULT, MeasuredRates, decide_link_codec
 from kakeya_zmq.protocol.effects import (
+    NO_CONNECTION,
+    UNREACHED_PORT,
     Ask,
     AskFailed,
     AskId,
@@ -46,6 +49,7 @@ from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, OBSERVE_MIN_
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
 from kakeya_zmq.protocol.routes import RouteChoice, choose_route
+from wire.errors import FailureCode
 from wire.ids import NodeId
 from wire.messages import (
     Credit,
@@ -160,6 +164,7 @@ class Offload:
 
     def start(self, now: float) -> list[Effect]:
         self.phase = OffloadPhase.RUNNING
+        self._leave_alone(now)
         self._stage_deadline = now + self._settings.worker_timeout_s
         return self._next(now)
 
@@ -188,6 +193,16 @@ class Offload:
         self._closing.clear()
         self.phase = OffloadPhase.FINISHED
         return effects
+
+    def _leave_alone(self, now: float) -> None:
+        """Pass over the workers from which nothing came lately, unless there is no other way."""
+        if self._task.remote_required:
+            return
+        for worker in self._task.workers:
+            why = self._rates.backoff.left_alone(worker.node_id, now, Trouble.BULK_PORT, Trouble.JOB)
+            if why:
+                self._tried.add(worker.node_id)
+                self._holdings.reason(f"worker {worker.node_id} is {why}")
 
     # --- choice ------------------------------------------------------------------------------------------------------
 
@@ -303,6 +318,11 @@ class Offload:
                 self._learn(attempt.node_id, body)
                 if attempt.lane is None:
                     return self._fail("ended the job without sending", now)
+            case AskFailed(code=FailureCode.DATA_LOSS):
+                attempt.ask_open = False
+                what = "cannot store the KV of this model or prompt with its codec"
+                self._rates.backoff.failed(attempt.node_id, Trouble.JOB, f"it {what}", now)
+                return self._fail(what, now)
             case AskFailed(code=code):
                 attempt.ask_open = False
                 return self._fail(f"job failed ({code.name.lower().replace('_', ' ')})", now)
@@ -312,6 +332,7 @@ class Offload:
         attempt.stall_deadline = now + attempt.patience_s
         match event:
             case PartsReceived(parts=parts):
+                self._rates.backoff.succeeded(attempt.node_id, Trouble.BULK_PORT)
                 size_bytes = sum(part.meta.length_bytes for part in parts)
                 attempt.sending.advance_to(attempt.sending.done + size_bytes, now)
                 return self._holdings.accept(parts, (SourceKind.WORKER, attempt.node_id), now)
@@ -319,12 +340,17 @@ class Offload:
                 return [SendUpdate(attempt.ask, Credit(credit_bytes=credit_bytes))] if attempt.ask_open else []
             case LaneFinished(ok=True):
                 return self._complete(attempt, now)
-            case LaneFinished():
+            case LaneFinished(reason=reason) if reason == NO_CONNECTION:
                 attempt.lane = None
-                return self._fail("broke off the transfer", now)
+                self._rates.backoff.failed(attempt.node_id, Trouble.BULK_PORT, reason, now)
+                return self._fail(UNREACHED_PORT, now)
+            case LaneFinished(reason=reason):
+                attempt.lane = None
+                return self._fail(f"broke off the transfer: {reason}", now)
 
     def _complete(self, attempt: _Attempt, now: float) -> list[Effect]:
         attempt.lane = None
+        self._rates.backoff.succeeded(attempt.node_id, Trouble.JOB)
         if self._holdings.missing(Reach(self._task.target, self._task.chain)):
             return self._fail("sent less than was needed", now)
         self._holdings.spend((SourceKind.WORKER, attempt.node_id), 0, (now - attempt.started) * 1000.0)

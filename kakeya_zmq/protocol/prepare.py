@@ -25,7 +25,15 @@ from collections.abc import Callable, Sequence
 
 from kakeya_zmq.blocks import Part, bind_parts
 from kakeya_zmq.coverage import describe_gap
-from kakeya_zmq.engine import CommandFailed, FinishImport, ImportPrefix, Prefill, PrefixImported, SegmentComputed
+from kakeya_zmq.engine import (
+    KV_NOT_ENCODED,
+    CommandFailed,
+    FinishImport,
+    ImportPrefix,
+    Prefill,
+    PrefixImported,
+    SegmentComputed,
+)
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.early_import import EarlyImport
 from kakeya_zmq.protocol.effects import (
@@ -410,11 +418,14 @@ class PromptPreparation:
                 self.position = position
                 early_ms = self._early.elapsed_ms if self._finishing_early else 0.0
                 self._rates.observe_import(self._imported_bytes, elapsed_ms + early_ms)
-            case SegmentComputed(position=position, parts=raw_parts, elapsed_ms=elapsed_ms):
+            case SegmentComputed(position=position, parts=raw_parts, elapsed_ms=elapsed_ms, parts_not_encoded=lost):
                 computed = position - self.position
                 self.position = position
                 self._rates.observe_local(computed, elapsed_ms)
                 effects: list[Effect] = [Count("tokens_computed", computed)]
+                if lost:
+                    self._holdings.reason(KV_NOT_ENCODED)
+                    effects.append(Count("parts_not_encoded", lost))
                 try:
                     parts = bind_parts(self._task.chain, raw_parts)
                 except ValueError:  # parts the chain does not know cannot be kept; the session's KV is right all the same

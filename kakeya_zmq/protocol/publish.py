@@ -359,7 +359,7 @@ class Publisher:
     def _lane_finished(self, active: _Active, event: LaneFinished, now: float) -> list[Effect]:
         active.lane = None
         if not event.ok:
-            return self._fail(active, "broke off", now)
+            return self._fail(active, f"broke off: {event.reason}", now)
         active.phase = DeliveryPhase.AWAITING_RESULT
         active.stall_deadline = now + self._settings.stall_timeout_s
         return [Count("bytes_published", event.transferred_bytes)]

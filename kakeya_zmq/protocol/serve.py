@@ -6,8 +6,9 @@ Rules
 * A lane that was bound is closed or finishes by itself; it is counted against the bounds until LaneFinished has come,
   also when its request ended long before. CloseLane and LaneFinished may cross: the host ignores CloseLane for a lane
   that is gone.
-* Room for a publish is reserved before its lane is bound and given back when its request ends; so is the lease on the
-  offered parts that were already held (they are the prefix the new parts hang on).
+* A publish is promised room before its lane is bound: what the store could make, less what others were promised. Nothing
+  is evicted for a promise, only for parts that have come: an offer that is never sent costs nobody anything.
+* Parts of an offer that are already held are leased until its request ends: they are the prefix the new parts hang on.
 * A fetch keeps the asker's lease alive while it runs. The asker may release it in the middle: the sender has the parts.
 
 Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers; a transfer goes
@@ -261,9 +262,8 @@ class CacheService:
         if (refusal := self._lane_refusal(event.node_id)) is not None:
             return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         lane = self._new_lane()
-        reservation_id = b"publish" + lane.to_bytes(8, "little", signed=True)
         held_lease_id = self._hold(held, now)
-        wanted = self._reserve(reservation_id, body.fingerprint, lacking, now)
+        wanted = fitting_prefix(lacking, self._store.room_bytes(body.fingerprint) - self._promised_bytes())
         refused = len(lacking) - len(wanted)
         if refused:
             counts.append(Count("cache_refused_parts", refused))
@@ -281,7 +281,6 @@ class CacheService:
             fingerprint=body.fingerprint,
             wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
             outstanding=outstanding,
-            reservation_id=reservation_id,
             held_lease_id=held_lease_id,
             stored=0,
             already_held=len(held),
@@ -292,17 +291,14 @@ class CacheService:
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         return [*counts, BindReceiver(lane, suite, chunk_bytes, expected, body.link_codec)]
 
-    def _reserve(
-        self, reservation_id: bytes, fingerprint: bytes, lacking: Sequence[PartMeta], now: float
-    ) -> tuple[PartMeta, ...]:
-        """Reserve room for the longest prefix of what is lacking that fits; returns it, in prefix order."""
-        fitting = fitting_prefix(lacking, self._store.room_bytes(fingerprint))
-        try:
-            if fitting:
-                self._store.reserve(reservation_id, sum(meta.length_bytes for meta in fitting), now)
-        except CapacityError:  # another use of the store took the room since it was measured
-            return ()
-        return fitting
+    def _promised_bytes(self) -> int:
+        """Room that publishes under way still count on."""
+        return sum(
+            meta.length_bytes
+            for transfer in self._transfers.values()
+            if isinstance(transfer, Incoming) and transfer.phase is not TransferPhase.CLOSING
+            for meta in transfer.outstanding.values()
+        )
 
     def _suite(self, offered: Sequence[CipherSuite]) -> CipherSuite | None:
         usable = [suite for suite in offered if self._has_aes or suite != CipherSuite.AES_256_GCM]
@@ -378,9 +374,7 @@ class CacheService:
                 continue  # the lane hands over only what it was told to expect; repeats are harmless
             del transfer.outstanding[part.meta.ref]
             try:
-                outcome = self._store.put(
-                    part, fingerprint=transfer.fingerprint, now=now, reservation_id=transfer.reservation_id
-                )
+                outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now)
             except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
                 refused += 1
                 transfer.reason = clip(error.message)
@@ -474,7 +468,6 @@ class CacheService:
         del self._open[transfer.key]
         match transfer:
             case Incoming():
-                self._store.release_reservation(transfer.reservation_id)
                 self._release(transfer.held_lease_id)
             case Outgoing():
                 transfer.lease_id = None

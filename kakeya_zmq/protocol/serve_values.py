@@ -52,7 +52,6 @@ class Incoming:
     wanted: bytes
     """Bitmap over the offer."""
     outstanding: dict[PartRef, PartMeta]
-    reservation_id: bytes
     held_lease_id: LeaseId | None
     """Ours, on the offered parts that were already held."""
     stored: int

@@ -18,6 +18,7 @@ Theory of operation, client (one machine a server it talks to):
     UP         no answer 4 s after such Ping  CLOSED     sent requests fail UNAVAILABLE; Reopen after backoff
     UP         UNKNOWN_SESSION                GREETING   sent requests fail UNAVAILABLE; new HELLO at once
     UP         Goodbye                        CLOSED     sent requests fail UNAVAILABLE; Reopen after backoff
+    UP         Goodbye with a port            CLOSED     Reopen there at once; what the server did not look at is sent again
     any        Leave                          LEFT       Goodbye; every request fails CANCELLED
 
 Requests wait until the session is up; their deadline runs. A request ends exactly once: Replied, Failed, or silently by the
@@ -26,7 +27,8 @@ host's own StartCancel. SessionDown tells that there is no session and why; it a
 Server: a session belongs to the route its HELLO came from, and a route has one session. A session *counts* (PeerUp, safe
 from being evicted by newcomers) after its first sealed message, for only that proves that the HELLO was not a replayed one.
 The same HELLO again on its route gets the same WELCOME; anywhere else it is refused. A request the server opened ends
-exactly once: the host's reply or failure, or RequestEnded.
+exactly once: the host's reply or failure, or RequestEnded. After Move nothing new is opened, and each session ends, with the
+port at which the node goes on, as soon as nothing of it is open: a client loses no request by it.
 """
 
 from kakeya_zmq.protocol.effects import Tick
@@ -35,11 +37,13 @@ from kakeya_zmq.protocol.session_server import ServerSessions
 from kakeya_zmq.protocol.session_values import (
     ClientEffect,
     ClientEvent,
+    Expel,
     Failed,
     FramesReceived,
     Leave,
     LocalNode,
     Measured,
+    Move,
     PeerDown,
     PeerInfo,
     PeerUp,
@@ -72,11 +76,13 @@ __all__ = [
     "ClientEvent",
     "ClientSession",
     "ClientState",
+    "Expel",
     "Failed",
     "FramesReceived",
     "Leave",
     "LocalNode",
     "Measured",
+    "Move",
     "PeerDown",
     "PeerInfo",
     "PeerUp",

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Final, assert_never
 
 from kakeya_zmq.protocol.effects import Tick
+from kakeya_zmq.protocol.identities import OTHER_KEY, IdentityBook
 from kakeya_zmq.protocol.session_values import (
     BACKOFF_FIRST_S,
     BACKOFF_LAST_S,
@@ -27,7 +28,6 @@ from kakeya_zmq.protocol.session_values import (
     LocalNode,
     Measured,
     PeerInfo,
-    Pins,
     Progressed,
     Reopen,
     Replied,
@@ -109,6 +109,7 @@ class ClientSession:
         fleet_key: the PSK.
         random_bytes: source of randomness.
         expected_node_id: the only node to talk to, or None for whoever answers.
+        identities: which key belongs to which node id; a book of its own when None.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class ClientSession:
         fleet_key: FleetKey,
         random_bytes: Callable[[int], bytes],
         expected_node_id: str | None = None,
+        identities: IdentityBook | None = None,
     ) -> None:
         self.refusals: Counter[str] = Counter()
         self.state = ClientState.CLOSED
@@ -127,7 +129,7 @@ class ClientSession:
         self._keys = handshake.HandshakeKeys(fleet_key)
         self._random_bytes = random_bytes
         self._expected_node_id = expected_node_id
-        self._pins = Pins(local)
+        self._identities = identities or IdentityBook((local.node_id, local.identity.public_key))
         self._greeting: _Greeting | None = None
         self._line: _Line | None = None
         self._failed_attempts = 0
@@ -135,13 +137,17 @@ class ClientSession:
         self._last_started_id = 0
         self._waiting: OrderedDict[int, tuple[RequestBody, float]] = OrderedDict()
         """Not sent yet: request id → (body, absolute deadline)."""
-        self._sent: dict[int, float] = {}
-        """Sent and open: request id → absolute deadline."""
+        self._sent: dict[int, tuple[RequestBody, float]] = {}
+        """Sent and open: request id → (body, absolute deadline)."""
 
     @property
     def peer(self) -> PeerInfo | None:
         """The server, while the session is up."""
         return self._line.peer if self._line is not None else None
+
+    def use_key(self, fleet_key: FleetKey) -> None:
+        """Speak under this PSK from the next SocketOpened on."""
+        self._keys = handshake.HandshakeKeys(fleet_key)
 
     def next_request_id(self) -> int:
         """A new request id."""
@@ -150,7 +156,7 @@ class ClientSession:
 
     def deadline(self) -> float | None:
         """When to call with Tick at the latest; None: only when something happens."""
-        times = list(self._sent.values())
+        times = [deadline for _, deadline in self._sent.values()]
         times.extend(deadline for _, deadline in self._waiting.values())
         if self._greeting is not None:
             times.append(min(self._greeting.sent_at + HELLO_RESEND_S, self._greeting.started_at + PEER_LOST_S))
@@ -216,7 +222,7 @@ class ClientSession:
             except LocalProtocolError as error:
                 effects.append(Failed(request_id, FailureCode.INVALID_ARGUMENT, error.message))
             else:
-                self._sent[request_id] = deadline
+                self._sent[request_id] = (body, deadline)
 
     def _fail_sent(self, reason: str, effects: list[ClientEffect]) -> None:
         effects.extend(Failed(request_id, FailureCode.UNAVAILABLE, reason) for request_id in self._sent)
@@ -230,7 +236,7 @@ class ClientSession:
         return min(heard_or_pinged + PING_AFTER_SILENCE_S, line.sent_at + PING_AFTER_NOT_SENDING_S)
 
     def _run_clock(self, now: float, effects: list[ClientEffect]) -> None:
-        for request_id in [each for each, deadline in self._sent.items() if deadline <= now]:
+        for request_id in [each for each, (_, deadline) in self._sent.items() if deadline <= now]:
             del self._sent[request_id]
             self._transmit(Cancel(request_id=request_id), now, effects)
             effects.append(Failed(request_id, FailureCode.DEADLINE_EXCEEDED, "no answer within the deadline"))
@@ -296,6 +302,16 @@ class ClientSession:
         self._failed_attempts += 1
         fraction = int.from_bytes(self._random_bytes(4), "little") / 2**32
         effects.append(Reopen(delay_s=longest * fraction))
+
+    def _follow(self, goodbye: Goodbye, now: float, effects: list[ClientEffect]) -> None:
+        """The server goes on elsewhere; what it has not looked at waits for it there."""
+        again = {each: entry for each, entry in self._sent.items() if each >= goodbye.unopened_from}
+        for request_id in again:
+            del self._sent[request_id]
+        self._waiting = OrderedDict(sorted([*again.items(), *self._waiting.items()]))
+        self._lose(f"the server moved: {one_line(goodbye.reason)}", effects)
+        self.state = ClientState.CLOSED
+        effects.append(Reopen(delay_s=0.0, port=goodbye.moved_to))
 
     def _leave(self, reason: str, now: float, effects: list[ClientEffect]) -> None:
         if self.state is ClientState.LEFT:
@@ -382,9 +398,10 @@ class ClientSession:
     def _refuse_node(self, welcome: Welcome) -> str | None:
         if self._expected_node_id is not None and welcome.node_id != self._expected_node_id:
             return "another node answers at this address"
-        if not self._pins.bind(welcome.node_id, welcome.identity_public_key, set):
+        refusal = self._identities.admit(welcome.node_id, welcome.identity_public_key, welcome.roles)
+        if refusal == OTHER_KEY:
             return "the node answers with another identity key than before"
-        return None
+        return f"the node that answers is not accepted: {refusal}" if refusal else None
 
     def _envelope(self, envelope: ServerEnvelope, line: _Line, now: float, effects: list[ClientEffect]) -> None:
         match envelope:
@@ -400,6 +417,8 @@ class ClientSession:
             case Pong():
                 if line.pings:
                     effects.append(Measured(round_trip_ms=max(0.0, (now - line.pings.popleft()) * 1000)))
+            case Goodbye(moved_to=port) if port:
+                self._follow(envelope, now, effects)
             case Goodbye(reason=reason):
                 self._retire(f"the server left: {one_line(reason)}", now, effects)
             case _:

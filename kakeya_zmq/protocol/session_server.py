@@ -18,7 +18,9 @@ from kakeya_zmq.protocol.limits import KeyedBuckets, RequestLimiter, TokenBucket
 from kakeya_zmq.protocol.session_values import (
     HELLOS_REMEMBERED,
     SESSION_IDLE_S,
+    Expel,
     LocalNode,
+    Move,
     PeerDown,
     PeerInfo,
     PeerUp,
@@ -126,6 +128,7 @@ class ServerSessions:
         """(due, session id, request id or _IDLE_CHECK); entries of what has ended stay until due or compacted."""
         self._open_requests = 0
         self._shut = False
+        self._moving: Move | None = None
 
     @property
     def peers(self) -> tuple[PeerInfo, ...]:
@@ -154,6 +157,12 @@ class ServerSessions:
                 self._answer(session_id, request_id, failure, effects)
             case Tick():
                 self._run_clock(now, effects, only_requests=False)
+            case Move():
+                self._moving = event
+            case Expel(identity_public_key=key, reason=reason):
+                for session in [each for each in self._sessions.values() if each.peer.identity_public_key == key]:
+                    self._transmit(session, Goodbye(reason=one_line(reason)), effects)
+                    self._end(session, reason, effects)
             case Shutdown(reason=reason):
                 self._shut = True
                 for session in list(self._sessions.values()):
@@ -162,7 +171,15 @@ class ServerSessions:
                 self._timers.clear()
             case _:
                 assert_never(event)
+        if self._moving is not None:
+            self._move_idle(self._moving, effects)
         return effects
+
+    def _move_idle(self, move: Move, effects: list[ServerEffect]) -> None:
+        for session in [each for each in self._sessions.values() if not each.requests]:
+            goodbye = Goodbye(reason=one_line(move.reason), moved_to=move.port, unopened_from=session.last_request_id + 1)
+            self._transmit(session, goodbye, effects)
+            self._end(session, move.reason, effects)
 
     # the clock
 
@@ -279,6 +296,8 @@ class ServerSessions:
         effects.append(Refused(reason))
 
     def _hello(self, route: bytes, header: Header, body: bytes, now: float, effects: list[ServerEffect]) -> None:
+        if self._moving is not None:
+            raise RemoteProtocolError("a hello at an endpoint that is being given up")
         hello_hash = handshake.hash_hello((header.pack(), body))
         known = self._sessions.get(self._routes.get(route, b""))
         if known is not None and known.hello_hash == hello_hash:
@@ -318,8 +337,9 @@ class ServerSessions:
         def in_use() -> set[str]:
             return {session.peer.node_id for session in self._sessions.values()}
 
-        if not self._identities.bind(hello.node_id, hello.identity_public_key, hello.roles, in_use):
-            raise RemoteProtocolError("the node says hello with another identity key than before")
+        refusal = self._identities.admit(hello.node_id, hello.identity_public_key, hello.roles, in_use)
+        if refusal:
+            raise RemoteProtocolError(refusal)
 
     def _make_room_of(self, node_id: str, effects: list[ServerEffect]) -> None:
         own = [session for session in self._sessions.values() if session.peer.node_id == node_id]
@@ -410,6 +430,8 @@ class ServerSessions:
         self, request: Request, size_bytes: int, session: _ServerSession, now: float, effects: list[ServerEffect]
     ) -> None:
         request_id = request.request_id
+        if self._moving is not None:
+            return  # it is told when it may send this again, and where
         if request_id <= session.last_request_id:
             raise RemoteProtocolError("a request id that is not new")
         session.last_request_id = request_id

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -25,8 +23,6 @@ BACKOFF_LAST_S: Final = 5.0
 REQUESTS_WAITING_MAX: Final = 4 * limits.REQUESTS_IN_FLIGHT_MAX
 """Requests a client machine keeps for later; more fail RESOURCE_EXHAUSTED."""
 DEADLINE_S_MAX: Final = 86_400.0
-PINNED_NODES_MAX: Final = 4096
-"""Node ids whose identity key is remembered; the one seen longest ago goes first, never one in use."""
 HELLOS_REMEMBERED: Final = 4096
 """Hashes of HELLOs that won't be accepted again; older ones could at worst take an unproven session slot."""
 PINGS_PENDING_MAX: Final = 8
@@ -135,6 +131,8 @@ class Reopen:
     """Close the DEALER socket, open a new one after ``delay_s``, then tell SocketOpened."""
 
     delay_s: float
+    port: int = 0
+    """Where the server goes on, on the same host, for this one time; 0: where it always is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +218,23 @@ class Shutdown:
     reason: str
 
 
-ServerEvent: TypeAlias = RouterFrames | SendReply | SendProgress | SendFailure | Tick | Shutdown
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Send every client to another port of this node, each as soon as nothing of it is open here; take nothing new."""
+
+    port: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Expel:
+    """End the sessions of whoever has this identity key, with what is open in them."""
+
+    identity_public_key: bytes
+    reason: str
+
+
+ServerEvent: TypeAlias = RouterFrames | SendReply | SendProgress | SendFailure | Tick | Shutdown | Move | Expel
 
 
 # --- server effects ------------------------------------------------------------------------------------------------
@@ -282,28 +296,6 @@ ServerEffect: TypeAlias = RouteTransmit | RequestOpened | RequestUpdated | Reque
 
 
 # --- identities ----------------------------------------------------------------------------------------------------
-
-
-class Pins:
-    """node id → identity key, bound on first sight for the life of the machine."""
-
-    def __init__(self, own: LocalNode) -> None:
-        self._keys: OrderedDict[str, bytes] = OrderedDict({own.node_id: own.identity.public_key})
-        self._own = own.node_id
-
-    def bind(self, node_id: str, public_key: bytes, in_use: Callable[[], set[str]]) -> bool:
-        """Whether the node has this key, as far as we know; a new node is remembered."""
-        known = self._keys.get(node_id)
-        if known is not None:
-            self._keys.move_to_end(node_id)
-            return known == public_key
-        if len(self._keys) >= PINNED_NODES_MAX:
-            kept = in_use() | {self._own}
-            victim = next((each for each in self._keys if each not in kept), None)
-            if victim is not None:
-                del self._keys[victim]
-        self._keys[node_id] = public_key
-        return True
 
 
 def one_line(text: str) -> str:

@@ -32,6 +32,7 @@ from typing import assert_never
 from kakeya_zmq.blocks import Part, bind_parts, needed_parts, raw_part
 from kakeya_zmq.coverage import best_boundary
 from kakeya_zmq.engine import (
+    KV_NOT_ENCODED,
     CloseSession,
     CommandFailed,
     Event,
@@ -126,6 +127,7 @@ class WorkService:
         self._closing: Ticket | None = None
         """The CloseSession of the job that ran last, until it has ended."""
         self._stopping: str | None = None
+        self._told_not_encoded = False
         self.tokens_per_second = 0.0
         """EWMA over finished jobs, of computed tokens only; 0 until one was measured."""
 
@@ -352,6 +354,8 @@ class WorkService:
                 job.position = position
                 self._table.changes += 1
                 return [Count("job_tokens_reused", position)]
+            case SegmentComputed(parts_not_encoded=lost) if lost:
+                return self._refuse_kv(job, lost, now)
             case SegmentComputed(position=position, parts=raw_parts):
                 computed = position - job.position
                 try:
@@ -369,6 +373,14 @@ class WorkService:
                 return self._fail(job, FailureCode.INTERNAL, f"prefill failed: {message}", now)
             case _:
                 return []
+
+    def _refuse_kv(self, job: Job, lost_parts: int, now: float) -> list[Effect]:
+        """The codec cannot store what the model computes: no job would deliver, so this one ends as soon as it shows."""
+        effects: list[Effect] = [Count("parts_not_encoded", lost_parts)]
+        if not self._told_not_encoded:
+            self._told_not_encoded = True
+            effects.append(Note("error", KV_NOT_ENCODED))
+        return [*effects, *self._fail(job, FailureCode.DATA_LOSS, KV_NOT_ENCODED, now)]
 
     def _recover_import(self, job: Job, message: str) -> list[Effect]:
         """Drop a prefix that cannot be imported and compute it again: a cache fault is only ever a miss."""

@@ -244,7 +244,7 @@ def test_a_fleet_comes_up_once_heals_and_goes_down(home: Path, folder: Path) -> 
 
     # The worker dies: status says so, and `up` starts that one again.
     psutil.Process(members[1]["pid"]).kill()
-    wait_until(lambda: len(processes_of(home)) == 2, "the worker is gone")
+    wait_until(lambda: len(processes_of(home)) == 3, "the worker is gone")
     hurt = run_kakeya("status", home=home)
     assert hurt.returncode == EXIT_UNAVAILABLE
     assert "its process has ended" in hurt.stdout
@@ -255,7 +255,7 @@ def test_a_fleet_comes_up_once_heals_and_goes_down(home: Path, folder: Path) -> 
 
     down = run_kakeya("down", home=home)
     assert (down.returncode, down.stderr) == (EXIT_OK, "")
-    assert "stopped 3" in down.stdout
+    assert "stopped 4" in down.stdout
     assert not processes_of(home)
     assert "no fleet was running" in run_kakeya("down", home=home).stdout
 

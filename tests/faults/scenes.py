@@ -239,8 +239,8 @@ class Gossip(Scene):
         before = self.figure("node", "fleet_exchanges")
         self.failures = self.figure("prefill", "exchange_failures")
         self.proxy.hold(Plane.CONTROL)
-        # One with each peer in each interval.
-        self.wait_more("node", "fleet_exchanges", before + 1)
+        # Two rounds with both peers: one with the victim is certainly under way.
+        self.wait_more("node", "fleet_exchanges", before + 3)
 
     def finish(self) -> Outcome:
         self.release()

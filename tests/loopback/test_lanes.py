@@ -22,7 +22,7 @@ from kakeya_zmq.io.lanes import LaneGroup
 from kakeya_zmq.io.receiver import ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
 from kakeya_zmq.io.sockets import Address, PortRange
-from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened
+from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneFinished, LaneId, LaneOpened
 from tests.loopback.lane_support import (
     CHUNK_BYTES,
     DEADLINE_S,
@@ -419,6 +419,10 @@ def relabelled(sender: HandMadeSender) -> list[list[bytes]]:
     return [sender.manifest(0, [Part(other, SMALL[0].payload)]), sender.data(1, small(0))]
 
 
+def moved(part: Part) -> Part:
+    return Part(msgspec.structs.replace(part.meta, start=part.meta.start + 64), part.payload)
+
+
 def foreign(sender: HandMadeSender) -> list[list[bytes]]:
     message = sender.data(1, small(0, 1))
     return [sender.manifest(0, SMALL[:2]), [message[0].replace(b"t" * 16, b"u" * 16), message[1]]]
@@ -515,6 +519,34 @@ def test_a_sender_that_stops_midway_leaves_what_was_verified(context: Context, g
     assert lane.join(DEADLINE_S)
     assert (finished.ok, finished.reason) == (False, "no data came in time")
     assert same_parts(mailbox.parts, SMALL[:3])
+
+
+def test_a_port_that_nobody_answers_at_is_named_as_the_reason(context: Context) -> None:
+    mailbox = Mailbox()
+    with os_socket.socket() as silent:  # bound, not listening: a connection is refused, and nobody else takes the port
+        silent.bind((HOST, 0))
+        grant = TransferGrant(
+            transfer_id=bytes(16),
+            port=silent.getsockname()[1],
+            token="0" * 64,
+            key=bytes(32),
+            suite=AES,
+            chunk_bytes=CHUNK_BYTES,
+        )
+        lane = ReceiverLane.connect(
+            context,
+            lane=RECEIVER,
+            host=HOST,
+            grant=grant,
+            expected=expected(SMALL),
+            budget_bytes=limits.GIB,
+            idle_timeout_s=0.3,
+            post=mailbox.post,
+            verify_digests=False,
+        )
+        finished = mailbox.wait_for(LaneFinished)
+        assert lane.join(DEADLINE_S)
+    assert (finished.ok, finished.reason) == (False, NO_CONNECTION)
 
 
 def test_a_sender_may_end_with_parts_missing(rig: Rig) -> None:

@@ -61,6 +61,10 @@ class Pane:
         """The screen as it is now; blanks at the ends of lines are missing."""
         return self._tmux("capture-pane", "-p").split("\n")[:-1]
 
+    def colours(self) -> str:
+        """The screen with the sequences that colour it."""
+        return self._tmux("capture-pane", "-p", "-e")
+
     def state(self, name: str) -> str:
         """One of tmux's variables, such as ``alternate_on`` or ``cursor_flag``."""
         return self._tmux("display-message", "-p", f"#{{{name}}}").strip()

@@ -16,8 +16,10 @@ from kakeya_zmq.engine import (
     FinishImport,
     ImportPrefix,
     OpenSession,
+    PartsCaptured,
     Prefill,
     PrefixImported,
+    SegmentComputed,
 )
 from tests.unit.test_engine import decode_command, make_engine, prefilled, prompt, run, select, tokens_of
 from wire.messages import PartKind
@@ -92,5 +94,8 @@ def test_a_part_with_infinities_is_not_stored() -> None:
     raw = bytearray(rows.raw_bytes(64))
     raw[:4] = b"\x00\x00\x80\x7f"
     bad = RawPart(PartKind.FULL, 0, 64, memoryview(bytes(raw)))
-    assert list(engine._encoded((bad,))) == []
-    assert engine.parts_not_encoded == 1
+    good = RawPart(PartKind.FULL, 64, 64, memoryview(bytes(len(raw))))
+    for event in (SegmentComputed("s", 128, (bad, good), 1.0), PartsCaptured("s", (bad, good))):
+        encoded = engine._encode_event(event)
+        assert isinstance(encoded, SegmentComputed | PartsCaptured)
+        assert ([part.start for part in encoded.parts], encoded.parts_not_encoded) == ([64], 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kakeya_zmq.config import ResolvedSettings, kakeya_home, resolve_settings
+from daemons.command import main
+from daemons.config_command import sample_text
+from kakeya_zmq.config import ResolvedSettings, find_config_file, kakeya_home, resolve_settings
 from kakeya_zmq.options import ALL_ROLES, OPTIONS, Option, options_for, parse_value
 from wire.cards import CARD_TTL_MS_MAX
 from wire.errors import ConfigError
 from wire.limits import GIB
+
+ORDERED = ("KAKEYA_MEMORY_WARNING_GB", "KAKEYA_MEMORY_DRAIN_GB", "KAKEYA_MEMORY_UNHEALTHY_GB")
+"""Each must be at least as large as the one before."""
 
 each_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 
@@ -86,6 +94,7 @@ def test_every_option_is_known_by_flag_and_variable(option: Option) -> None:
         found = resolve(
             role,
             environment={option.variable: value, "KAKEYA_TTL_SECONDS": "3600", "KAKEYA_GOSSIP_INTERVAL_S": "1"}
+            | {name: value for name in ORDERED if option.name.startswith("memory_") and option.name.endswith("_gb")}
             | {option.variable: value if option.name != "gossip_interval_s" else "1"},
         )
         if option.name != "gossip_interval_s":
@@ -187,6 +196,67 @@ def test_the_longest_life_of_a_node_fits_on_its_card() -> None:
     assert int(settings.ttl_seconds * 1000) <= CARD_TTL_MS_MAX
     with pytest.raises(ConfigError):
         resolve(flags={"ttl_seconds": "3601"})
+
+
+def test_levels_of_memory_must_be_in_order() -> None:
+    with pytest.raises(ConfigError, match="18, 10, 21"):
+        resolve(flags={"memory_drain_gb": "10"})
+    assert resolve(flags={"memory_drain_gb": "18"}).settings.memory_drain_gb == 18
+
+
+# --- the usual file, the sample, and what is told ----------------------------------------------------------------------
+
+
+def test_the_file_under_the_home_is_taken_unless_another_is_named(tmp_path: Path) -> None:
+    environment = {"KAKEYA_HOME": str(tmp_path)}
+    assert find_config_file("", environment) is None
+    usual = written(tmp_path, "capacity = 9\n")
+    assert find_config_file("", environment) == usual
+    assert find_config_file("/elsewhere.toml", environment) == Path("/elsewhere.toml")
+    assert resolve(file=find_config_file("", environment)).settings.capacity == 9
+
+
+SAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kakeya.sample.toml"
+
+
+def test_the_sample_is_the_one_that_the_command_prints() -> None:
+    assert SAMPLE.read_text(encoding="utf-8") == sample_text(), "run: kakeya config sample > deploy/kakeya.sample.toml"
+
+
+def test_the_sample_has_every_option_with_its_default(tmp_path: Path) -> None:
+    lines = SAMPLE.read_text(encoding="utf-8").splitlines()
+    names = {option.name for option in OPTIONS}
+    settings = [line.removeprefix("# ") for line in lines if line.removeprefix("# ").partition(" = ")[0] in names]
+    document = tomllib.loads("\n".join(settings))
+    assert set(document) == names
+    file = written(tmp_path, "\n".join(settings))
+    for role in ALL_ROLES:
+        found, plain = resolve(role, file=file), resolve(role)
+        assert found.settings == plain.settings
+        assert {found.origins[option.name] for option in options_for(role)} == {"file"}
+
+
+def test_config_show_tells_values_and_where_they_came_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, "cache_gb = 2.0\n[worker]\nmax_jobs = 7\n")
+    for name in [name for name in os.environ if name.startswith("KAKEYA_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path))
+    monkeypatch.setenv("KAKEYA_DRAIN_S", "3")
+    assert main(["config", "show", "--role", "worker", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = told["roles"]["worker"]
+    assert set(rows) == {option.name for option in options_for("worker")}
+    assert [rows[name] for name in ("cache_gb", "max_jobs", "drain_s", "sink")] == [
+        {"value": 2.0, "from": "file"},
+        {"value": 7, "from": "file"},
+        {"value": 3.0, "from": "environment"},
+        {"value": 4, "from": "default"},
+    ]
+    written(tmp_path, "cache_bg = 2.0\n")
+    assert main(["config", "show"]) == 2
+    assert "did you mean 'cache_gb'" in capsys.readouterr().err
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from kakeya_zmq.blocks import Part, needed_parts
 from kakeya_zmq.engine import ImportPrefix, Prefill
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.effects import (
+    NO_CONNECTION,
     Ask,
     AskFailed,
     AskId,
@@ -384,7 +385,7 @@ def test_failover_asks_the_other_peer_for_the_rest_only() -> None:
     d.run_engine()
     stretches = [(source.node_id, source.start, source.end) for source in d.ready().explanation.sources]
     assert stretches == [("a", 0, 32), ("b", 32, 48), ("", 48, 64)]
-    assert "cache a broke off a transfer" in d.ready().explanation.reasons
+    assert "cache a broke off a transfer: reset" in d.ready().explanation.reasons
     assert (d.count("fetch_failures"), d.count("fallbacks")) == (1, 1)
 
 
@@ -435,6 +436,43 @@ def test_the_lanes_of_a_prompt_share_the_import_limit() -> None:
     assert wanted.admits(meta)
     for wrong in ({"length_bytes": 49}, {"start": 32}, {"token_count": 15}, {"parent_hash": bytes(32)}):
         assert not wanted.admits(msgspec.structs.replace(meta, **wrong))
+
+
+def test_a_bulk_port_that_nobody_reaches_costs_one_prompt_its_wait_not_all_of_them() -> None:
+    rates = slow_here()
+    d = desk(65, FULL, caches=["a"], workers=["w"], rates=rates)
+    d.feed(found(d.asks(Lookup)[0], parts_of(65, 64)))
+    d.feed(LaneFinished(d.grant(fetch_of(d)[0].ask).lane, False, NO_CONNECTION, 0))
+    d.feed(LaneFinished(d.grant(job_of(d)[0].ask).lane, False, NO_CONNECTION, 0))
+    d.run_engine()
+    for name in ("cache a", "worker w"):
+        text = f"{name} sent no data from its bulk port: is it open? (see --bulk-ports)"
+        assert text in d.ready().explanation.reasons
+    second = desk(65, FULL, caches=["a", "b"], workers=["w"], rates=rates)
+    assert [ask.node_id for ask in second.asks(Lookup)] == ["b"]
+    second.feed(found(second.asks(Lookup)[0], ()))
+    second.run_engine()
+    assert second.asks(SubmitJob) == []
+    assert any("cache a is left alone for 10 s more" in reason for reason in second.ready().explanation.reasons)
+    assert any("worker w is left alone for 10 s more" in reason for reason in second.ready().explanation.reasons)
+    required = desk(65, FULL, caches=["a"], workers=["w"], rates=rates, policy=PrefillPolicy.REMOTE_REQUIRED)
+    (lookup,) = required.asks(Lookup)
+    required.feed(found(lookup, parts_of(65, 64)))
+    required.deliver(required.grant(fetch_of(required)[0].ask), parts_of(65, 64))
+    required.run_engine()
+    third = desk(65, FULL, caches=["a"], rates=rates)
+    assert [ask.node_id for ask in third.asks(Lookup)] == ["a"], "who must be asked worked, so it is asked again by all"
+
+
+def test_a_worker_that_cannot_store_our_kv_is_left_alone_for_a_while() -> None:
+    rates = slow_here()
+    d = desk(65, FULL, workers=["w"], rates=rates)
+    d.feed(AskFailed(job_of(d)[0].ask, FailureCode.DATA_LOSS, "no"))
+    d.run_engine()
+    assert "worker w cannot store the KV of this model or prompt with its codec" in d.ready().explanation.reasons
+    second = desk(65, FULL, workers=["w"], rates=rates)
+    second.run_engine()
+    assert second.asks(SubmitJob) == []
 
 
 def test_a_silent_peer_is_given_up_at_the_lookup_timeout() -> None:

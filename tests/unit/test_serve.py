@@ -458,13 +458,11 @@ def test_a_publish_from_offer_to_result() -> None:
     bind = only(effects, BindReceiver)
     assert bind.expected == tuple(part.meta for part in parts[2:])
     assert bind.chunk_bytes == limits.CHUNK_BYTES_MIN
-    assert peer.store.stats().bytes_reserved == 30
     (progress,) = peer.on(LaneOpened(bind.lane, GRANT))
     wanted = pack_bitmap([False, False, True, True, True])
     assert progress == SendProgress(key, PublishGrant(wanted=wanted, grant=GRANT, credit_bytes=limits.CREDIT_BYTES_DEFAULT))
     assert peer.on(CreditEarned(bind.lane, 10)) == [SendProgress(key, Credit(credit_bytes=10))]
     assert counts(peer.on(PartsReceived(bind.lane, parts[2:4]))) == {"cache_published_parts": 2}
-    assert peer.store.stats().bytes_reserved == 10
     effects = peer.on(PartsReceived(bind.lane, parts[3:]))
     assert only(effects, CloseLane).ok
     assert only(effects, SendReply) == SendReply(
@@ -503,6 +501,22 @@ def test_the_longest_prefix_that_fits_is_taken() -> None:
         key,
         PublishResult(stored_parts=2, already_held_parts=2, refused_parts=2, reason="the store has no room for all of them"),
     )
+
+
+def test_an_offer_that_is_never_sent_evicts_nothing_and_is_not_promised_twice() -> None:
+    peer = Peer(max_bytes=60)
+    honest = make_parts(make_chain(96, seed=9))
+    peer.hold(honest)
+    key, lane = peer.start_publish(make_parts(make_chain(64, seed=1)))
+    assert all(peer.store.has(part.meta.ref) for part in honest), "nothing has come yet"
+    assert peer.store.stats().bytes_reserved == 0
+    _, effects = peer.ask(offer(make_parts(make_chain(64, seed=2))), node="other")
+    assert len(only(effects, BindReceiver).expected) == 2, "the first offer counts on 40 of 60 bytes"
+    peer.on(PartsReceived(lane, make_parts(make_chain(64, seed=1))[:1]))
+    assert sum(peer.store.has(part.meta.ref) for part in honest) == 5, "what has come makes its own room"
+    peer.on(RequestCancelled(key, "gone"))
+    _, effects = peer.ask(offer(make_parts(make_chain(64, seed=3))), node="third")
+    assert len(only(effects, BindReceiver).expected) == 4
 
 
 def test_an_offer_for_which_there_is_no_room_is_answered_at_once() -> None:

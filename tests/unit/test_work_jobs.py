@@ -206,6 +206,24 @@ def test_every_ending_has_its_state_and_its_reason(trouble: str, state: JobState
     host.drain()
 
 
+def test_kv_that_the_codec_cannot_store_fails_the_job_at_once_and_is_told_once() -> None:
+    host = WorkHost(FULL)
+    host.not_encoded = 1
+    keys = []
+    for seed in (1, 2):
+        keys.append(host.submit(tokens_of(100, seed=seed), job_id=seed))
+        host.drain()
+    assert [host.ended[key].outcome for key in keys] == [FailureCode.DATA_LOSS, FailureCode.DATA_LOSS]
+    assert all("--cache-compression" in message for message in host.failures)
+    assert host.counts["parts_not_encoded"] == 2
+    assert host.counts.get("job_tokens_computed", 0) == 0, "it ends with the first segment that shows it"
+    assert len(host.notes) == 1
+    host.not_encoded = 0
+    key = host.submit(tokens_of(100, seed=3), job_id=3)
+    host.drain()
+    assert isinstance(host.ended[key].outcome, JobResult)
+
+
 def test_an_asker_that_gave_up_is_a_cancelled_job_not_a_failed_one() -> None:
     host = WorkHost(FULL)
     host.done(host.submit(tokens_of(40)), complete=False)

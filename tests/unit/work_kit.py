@@ -6,10 +6,19 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kakeya_zmq.blocks import Part
-from kakeya_zmq.engine import CloseSession, Command, CommandFailed, Event, OpenSession, SessionReady, TokenArray
+from kakeya_zmq.engine import (
+    CloseSession,
+    Command,
+    CommandFailed,
+    Event,
+    OpenSession,
+    SegmentComputed,
+    SessionReady,
+    TokenArray,
+)
 from kakeya_zmq.protocol.effects import (
     AddCredit,
     BindSender,
@@ -143,6 +152,10 @@ class WorkHost:
         self.queues: dict[str, deque[Task]] = {}
         self.import_fails = False
         self.prefill_fails_at: int | None = None
+        self.not_encoded = 0
+        """Parts of each segment that the codec refuses."""
+        self.notes: list[Note] = []
+        self.failures: list[str] = []
         self.counts: dict[str, int] = {}
         self.sent: list[Part] = []
         self.effects: list[Effect] = []
@@ -167,6 +180,7 @@ class WorkHost:
                 case SendFailure(key=key, code=code, message=message):
                     self.end(key).outcome = code
                     assert message
+                    self.failures.append(message)
                 case SendProgress(key=key, body=progress):
                     self.progress(self.requests[key], progress)
                 case BindSender() | FeedSender() | AddCredit() | CloseLane():
@@ -179,7 +193,7 @@ class WorkHost:
                 case Count(name=name, amount=amount):
                     self.counts[name] = self.counts.get(name, 0) + amount
                 case Note():
-                    pass
+                    self.notes.append(effect)
                 case _:
                     raise AssertionError(f"unexpected effect {type(effect).__name__}")
 
@@ -314,7 +328,10 @@ class WorkHost:
                     yield CommandFailed(name, "no such session", 0)
                     return
                 engine.import_fails, engine.prefill_fails_at = self.import_fails, self.prefill_fails_at
-                yield from engine.run(command)
+                for event in engine.run(command):
+                    if isinstance(event, SegmentComputed) and (lost := self.not_encoded):
+                        event = replace(event, parts=event.parts[lost:], parts_not_encoded=lost)
+                    yield event
 
     # --- the end -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,93 @@
+"""Runs every examination and shows what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from daemons.console import Console
+from daemons.doctor.finding import Finding, Level, ok, problem, warning
+from daemons.doctor.keys import examine_keys
+from daemons.doctor.machine import examine_machine
+from daemons.doctor.model import examine_model
+from daemons.doctor.network import NodeView, addresses_of, look_at, reach
+from daemons.doctor.network_findings import judge_nodes, judge_reach, judge_refusal
+from daemons.doctor.ports import examine_ports
+from daemons.doctor.services import examine_services
+from daemons.doctor.site import Site, this_site
+from daemons.doctor.software import examine_software
+from kakeya_zmq.io.sockets import parse_address
+from wire.errors import ConfigError, FailureCode, RequestFailed, SecretFileError
+
+MARKS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM"}
+
+
+def examine(console: Console, addresses: tuple[str, ...], *, config: str = "", quick: bool = False) -> int:
+    """Look at everything, and print one line a finding; with ``--json`` also one object.
+
+    Returns:
+        0 when there is no problem, 1 otherwise.
+
+    Raises:
+        ConfigError: an address cannot be parsed.
+    """
+    for text in addresses:
+        parse_address(text)
+    findings: list[Finding] = []
+    for finding in findings_of(this_site(addresses, config=config, quick=quick)):
+        findings.append(finding)
+        console.say(f"{MARKS[finding.level]:>7}  {finding.subject}: {finding.text}")
+        if finding.remedy:
+            console.say(f"         → {finding.remedy}")
+    counts = {level: sum(finding.level is level for finding in findings) for level in Level}
+    problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]
+    console.say(f"\n{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}")
+    if console.json_mode:
+        rows = [{"subject": f.subject, "level": f.level.value, "text": f.text, "remedy": f.remedy} for f in findings]
+        console.result({"findings": rows, "problems": problems, "warnings": warnings})
+    return 1 if problems else 0
+
+
+def findings_of(site: Site) -> Iterator[Finding]:
+    """All examinations, one after the other. One that fails itself is a finding, and keeps no other from being made."""
+    examinations: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
+        ("software", examine_software),
+        ("settings", lambda: _settings(site)),
+        ("keys", lambda: examine_keys(site)),
+        ("machine", lambda: examine_machine(site)),
+        ("model", lambda: examine_model(site)),
+        ("ports", lambda: examine_ports(site)),
+        ("services", examine_services),
+        ("nodes", lambda: examine_fleet(site)),
+    )
+    for subject, look in examinations:
+        try:
+            yield from look()
+        except Exception as error:  # the doctor must not die of the illness
+            remedy = "set KAKEYA_DEBUG=1 and run a single command; please report it"
+            yield problem(subject, f"this could not be examined: {type(error).__name__}", remedy)
+
+
+def _settings(site: Site) -> Iterator[Finding]:
+    if site.config_error is not None:
+        remedy = site.config_error.remedy or "see `kakeya config sample`"
+        yield problem("settings", site.config_error.message, remedy)
+    else:
+        yield ok("settings", "from kakeya.toml and the environment" if site.config_file else "defaults and the environment")
+
+
+def examine_fleet(site: Site) -> Iterator[Finding]:
+    """Every node that can be found from here."""
+    views: list[NodeView] = []
+    for address in addresses_of(site):
+        try:
+            views.append(look_at(address, site))
+        except RequestFailed as error:
+            unreached = None
+            if error.code is not FailureCode.UNAUTHENTICATED:
+                unreached = judge_reach(address, reach(parse_address(address)))
+            yield unreached or judge_refusal(address, error)
+        except (SecretFileError, ConfigError) as error:
+            yield problem("nodes", error.message, error.remedy or "see `kakeya key show`")
+    if not views:
+        yield warning("nodes", "no node answered, so the fleet was not examined", "start one, or name one with --address")
+    yield from judge_nodes(views)

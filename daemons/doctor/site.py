@@ -1,0 +1,38 @@
+"""What is examined: this machine's settings, keys and nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from daemons.fleet import Member, live_members
+from kakeya_zmq.config import Settings, find_config_file, kakeya_home, resolve_settings
+from kakeya_zmq.options import ALL_ROLES
+from wire.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """``settings``: by role; empty when ``config_error`` says what is wrong with them. ``members``: of ``kakeya up``."""
+
+    home: Path
+    psk_file: Path
+    settings: Mapping[str, Settings] = field(default_factory=dict)
+    config_error: ConfigError | None = None
+    config_file: Path | None = None
+    members: tuple[Member, ...] = ()
+    addresses: tuple[str, ...] = ()
+    quick: bool = False
+
+
+def this_site(addresses: tuple[str, ...], *, config: str, quick: bool) -> Site:
+    """The settings as daemons that are started here would see them."""
+    home = kakeya_home()
+    file = find_config_file(config)
+    try:
+        settings = {role: resolve_settings(role, {}, file=file).settings for role in ALL_ROLES}
+    except ConfigError as error:
+        return Site(home, home / "fleet.psk", config_error=error, config_file=file, addresses=addresses, quick=quick)
+    psk_file = Path(settings["primary"].fleet_psk_file)
+    return Site(home, psk_file, settings, None, file, live_members(), addresses, quick)
