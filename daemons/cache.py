@@ -21,7 +21,7 @@ class Cache:
 
     def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
         self.node.open()
-        ready({"address": str(self.node.address), "bus_port": self.node.bus.port})
+        ready({"address": str(self.node.address), "bus_port": self.node.endpoints.bus_port})
 
     def drain(self, reason: str) -> None:
         self.node.drain(reason)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from daemons.engine_host import model_folder, parse_assertions
+from daemons.engine_host import model_folder, need_model_libraries, parse_assertions
 from kakeya_zmq.codecs.registry import storage_codec
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.sockets import parse_address, parse_port_range
@@ -18,7 +18,7 @@ def check_settings(settings: Settings) -> None:
     Raises:
         ConfigError: an address, port range, assertion or codec cannot be used.
         SecretFileError: the PSK is missing, unreadable, too short or readable by others.
-        ModelError: there is no usable model folder.
+        ModelError: there is no usable model folder, or no MLX.
     """
     FleetKey.load(Path(settings.fleet_psk_file))
     for text in (settings.bind, settings.bus_bind, settings.advertise, *settings.peer):
@@ -27,6 +27,7 @@ def check_settings(settings: Settings) -> None:
     if settings.bulk_ports:
         parse_port_range(settings.bulk_ports)
     if settings.role != "cache":
+        need_model_libraries()
         read_config(model_folder(settings))
         parse_assertions(settings.assert_compatibility)
         storage_codec(settings.cache_compression, q_range=settings.lattice_q)

@@ -314,12 +314,16 @@ def _add_key(commands: Any) -> None:
     key = _command_parser(
         commands,
         "key",
-        "Make the fleet's key or the telemetry-read key, or show the state of the keys.",
+        "Make, rotate or retire the fleet's key, make the telemetry-read key, forget a node's key, or show their state.",
         "examples:\n  kakeya key new      make ~/.kakeya/fleet.psk; copy it to every machine of the fleet\n"
+        "  kakeya key rotate   add a new key to that file, the old one stays valid; running nodes read it by themselves\n"
+        "  kakeya key retire   take the oldest key (or the one with that id) out of it, once every machine has the new one\n"
+        "  kakeya key forget old-mac   take whatever key comes next under that name: for a machine that was set up anew\n"
         "  kakeya key telemetry    make ~/.kakeya/telemetry.key of it, all that a dashboard elsewhere needs\n"
         "  kakeya key show     whether the keys are there and safe; never shows a key itself\n",
     )
-    key.add_argument("action", choices=("new", "telemetry", "show"))
+    key.add_argument("action", choices=("new", "rotate", "retire", "telemetry", "forget", "show"))
+    key.add_argument("argument", nargs="?", default="", metavar="NAME", help="of forget: a node; of retire: a key id")
     _psk_flag(key)
     _json_flag(key)
     key.set_defaults(run=_run_key)
@@ -582,21 +586,12 @@ def _run_chat(options: argparse.Namespace) -> int:
 
 
 def _run_key(options: argparse.Namespace) -> int:
-    from daemons.keys_command import key_states
-    from wire.keys import FleetKey, write_secret_file
+    from daemons.keys_command import key_states, run_key_action
 
     console = Console(json_mode=options.json)
     path = _psk_file(options)
-    if options.action == "new":
-        write_secret_file(path, FleetKey.generate())
-        console.say("made a new fleet key (mode 0600); copy it to every machine of the fleet over a safe channel")
-    elif options.action == "telemetry":
-        from daemons.dashboard_command import TELEMETRY_KEY_FILE, write_telemetry_key
-
-        made = write_telemetry_key(path.with_name(TELEMETRY_KEY_FILE), path)
-        console.say(
-            f"{'made' if made else 'kept'} the telemetry-read key (mode 0600), which opens telemetry and nothing else"
-        )
+    if done := run_key_action(options.action, options.argument, path):
+        console.say(done)
     states = key_states(path)
     console.table("keys", ("key", "state"), [(state["key"], state["state"]) for state in states])
     if options.json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import sys
 from collections.abc import Callable
@@ -40,6 +41,20 @@ def model_folder(settings: Settings) -> Path:
     return folder
 
 
+def need_model_libraries() -> None:
+    """Whether MLX is installed, found without the seconds of importing it.
+
+    Raises:
+        ModelError: it is not.
+    """
+    missing = [name for name in ("mlx", "mlx_lm") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(
+            f"{' and '.join(missing)} cannot be imported here, and a primary or worker computes with MLX",
+            remedy="run: pip install 'kakeya-zmq[mlx]'; a cache peer needs no model",
+        )
+
+
 def parse_assertions(texts: tuple[str, ...]) -> dict[str, str | int]:
     """``field=value`` pairs; whole numbers become integers.
 
@@ -74,6 +89,7 @@ def make_runner(
         ModelError: no model is configured or prepared.
         ConfigError: an assertion cannot be parsed.
     """
+    need_model_libraries()
     folder = model_folder(settings)
     assertions = parse_assertions(settings.assert_compatibility)
     measured: list[float] = []

@@ -16,15 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, assert_never
 
+from msgspec.structs import replace
+
 from daemons.peers import PeerTable
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.bus import Subscriber
-from kakeya_zmq.io.control_client import ControlClient
+from kakeya_zmq.io.control_client import ControlClient, Keys
 from kakeya_zmq.io.control_server import IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol import directory as dm
 from kakeya_zmq.protocol.endpoints import DEFAULT_PRIORITIES
+from kakeya_zmq.protocol.identities import IdentityBook
+from kakeya_zmq.protocol.revocation import RevocationBook
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from kakeya_zmq.telemetry import Counters, Value
 from wire.cards import ENDPOINTS_MAX, Card, Endpoint
@@ -47,6 +51,8 @@ class Membership:
     """Use it on the reactor's thread.
 
     Args:
+        fleet_key: the PSK, or what gives those that are valid now, the oldest first.
+        identities: which key belongs to which node id; a book for each part when None.
         make_card: builds and signs our card; called with its sequence number.
         publish: puts our card on the bus.
         subscriber: listens to the buses of the nodes that are connected.
@@ -61,7 +67,8 @@ class Membership:
         settings: Settings,
         *,
         local: LocalNode,
-        fleet_key: FleetKey,
+        fleet_key: FleetKey | Keys,
+        identities: IdentityBook | None = None,
         make_card: Callable[[int], bytes],
         publish: Callable[[bytes], object],
         subscriber: Subscriber,
@@ -89,15 +96,22 @@ class Membership:
         """Told of what concerns security: the kind, one line, and the node's id where it was proven."""
         self.routed: list[Callable[[NodeId, str], None]] = []
         """Told the id of each node that is reached, and the endpoint it is reached through."""
+        self.revocations: RevocationBook | None = None
+        """What exchanges tell of revoked keys; nothing when None."""
+        self.revocations_told: Callable[[tuple[bytes, ...]], None] = lambda blobs: None
+        """Told the signed revocations that others sent."""
         self.exchanges = 0
         """Exchanges of cards this node has asked for."""
-        self.peers = PeerTable(reactor, local=local, fleet_key=fleet_key, on_up=self._up, on_down=self._down)
+        self.peers = PeerTable(
+            reactor, local=local, fleet_key=fleet_key, identities=identities, on_up=self._up, on_down=self._down
+        )
         interval_s = settings.gossip_interval_s
         self.directory = dm.Directory(
             node_id=local.node_id,
             make_card=make_card,
             settings=dm.DirectorySettings(interval_s=interval_s, first_interval_s=min(1.0, interval_s)),
             incarnation=local.incarnation,
+            identities=identities,
             rng=random.Random(secrets.randbits(64)),
         )
 
@@ -132,8 +146,26 @@ class Membership:
             RemoteProtocolError: its digest is broken.
         """
         self._tell(dm.CardsArrived(body.cards, body.ages_ms, time.time()))
+        self._take_revocations(body.revocations)
         cards, ages, wanted, more = self.directory.answer(body.known, incoming.peer.node_id, self._reactor.clock())
-        incoming.reply(CardList(cards=cards, ages_ms=ages, wanted=wanted, more=more))
+        reply = CardList(cards=cards, ages_ms=ages, wanted=wanted, more=more)
+        if self.revocations is not None and body.known is not None:
+            lacking, asked = self.revocations.lacking(body.revoked), self.revocations.wanted(body.revoked)
+            reply = replace(reply, revocations=lacking, wanted_revocations=asked)
+        incoming.reply(reply)
+
+    def expel(self, identity_public_key: bytes, node_id: str, reason: str) -> None:
+        """Have nothing to do any more with the node that has this key."""
+        self._tell(dm.Expelled(identity_public_key, reason))
+        self.peers.expel(node_id, identity_public_key)
+
+    def forget(self, node_id: str) -> None:
+        """Take whatever key comes next for a node id."""
+        self.directory.forget(node_id)
+
+    def _take_revocations(self, blobs: tuple[bytes, ...]) -> None:
+        if blobs:
+            self.revocations_told(blobs)
 
     def rows(self) -> list[dict[str, Value]]:
         """One row a connected or known node, for status."""
@@ -222,6 +254,10 @@ class Membership:
 
         def merged(reply: ReplyBody) -> None:
             if effect.known is not None and isinstance(reply, CardList):
+                self._take_revocations(reply.revocations)
+                if self.revocations is not None and (named := self.revocations.named(reply.wanted_revocations)):
+                    told = ExchangeCards(cards=(), ages_ms=(), known=None, revocations=named)
+                    client.request(told, timeout_s=EXCHANGE_TIMEOUT_SECONDS, on_reply=done, on_failure=failed_quietly)
                 found = (reply.cards, reply.ages_ms, reply.wanted, reply.more)
                 self._tell(dm.ExchangeEnded(node_id, True, *found, time.time()))
 
@@ -229,8 +265,15 @@ class Membership:
             self._counters.add("exchange_failures")
             self._tell(dm.ExchangeEnded(node_id, ok=False))
 
+        def done(reply: ReplyBody) -> None:
+            pass  # it has them now
+
+        def failed_quietly(code: FailureCode, message: str) -> None:
+            self._counters.add("exchange_failures")
+
+        marks = self.revocations.marks() if self.revocations is not None else b""
         client.request(
-            ExchangeCards(cards=effect.cards, ages_ms=effect.ages_ms, known=effect.known),
+            ExchangeCards(cards=effect.cards, ages_ms=effect.ages_ms, known=effect.known, revoked=marks),
             timeout_s=EXCHANGE_TIMEOUT_SECONDS,
             on_reply=merged,
             on_failure=failed,
@@ -244,7 +287,8 @@ class Membership:
         for observer in self.routed:
             observer(NodeId(peer.node_id), str(client.address))
         self._tell(dm.PeerConnected(peer.node_id))
-        self._listen(peer.node_id, Address(client.host, peer.bus_port) if peer.bus_port else None)
+        address = Address(client.host, peer.bus_port) if peer.bus_port else None
+        self._listen(peer.node_id, address, client.fleet_key)
 
     def _down(self, node_id: str | None, reason: str) -> None:
         if node_id is None or self.peers.keeps(node_id):
@@ -254,14 +298,14 @@ class Membership:
         if node_id is not None:
             self._tell(dm.PeerDisconnected(node_id))
 
-    def _listen(self, node_id: str, address: Address | None) -> None:
+    def _listen(self, node_id: str, address: Address | None, key: FleetKey | None = None) -> None:
         """Listen to a node's bus there and nowhere else: what is not given up is dialled for ever."""
         before = self._buses.pop(node_id, None)
         if before is not None and before != address and before not in self._buses.values():
             self._subscriber.disconnect(before)
         if address is not None:
             self._buses[node_id] = address
-            self._subscriber.connect(address)
+            self._subscriber.connect(address, key)
 
     # --- sleep -------------------------------------------------------------------------------------------------------
 

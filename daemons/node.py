@@ -24,6 +24,7 @@ from daemons.cache_budget import CacheBudget
 from daemons.dispatch import Dispatcher
 from daemons.membership import Membership, announced_endpoints, next_incarnation
 from daemons.memory import peak_memory_bytes
+from daemons.rotation import KeyedEndpoints
 from daemons.security import Security
 from daemons.telemetry_feed import NodeTelemetry
 from kakeya_zmq import __version__
@@ -55,6 +56,7 @@ from wire.cards import (
 from wire.errors import FailureCode
 from wire.events import SecurityKind
 from wire.ids import NodeId
+from wire.keyring import KeyFile
 from wire.keys import FleetKey, NodeIdentity
 from wire.limits import NAME_CHARACTERS_MAX, TEXT_CHARACTERS_MAX, check_limits
 from wire.messages import ExchangeCards, GetRequests, GetStatus, Status
@@ -70,19 +72,19 @@ NOTE_REPEAT_SECONDS = 10.0
 class NodeKeys:
     """The secrets of one node."""
 
-    fleet_key: FleetKey
+    fleet_keys: KeyFile
     identity: NodeIdentity
 
 
 def load_keys(settings: Settings) -> NodeKeys:
-    """Read the PSK and the node's identity key (made on first start).
+    """Read the PSKs and the node's identity key (made on first start).
 
     Raises:
         SecretFileError: a file is missing, unreadable, too short or readable by others.
     """
-    fleet_key = FleetKey.load(Path(settings.fleet_psk_file))
+    fleet_keys = KeyFile(Path(settings.fleet_psk_file))
     identity = NodeIdentity.load_or_create(node_folder(settings.node_id) / "identity.key")
-    return NodeKeys(fleet_key, identity)
+    return NodeKeys(fleet_keys, identity)
 
 
 def node_folder(node_id: str) -> Path:
@@ -133,31 +135,28 @@ class Node:
             reactor,
             settings,
             identity=keys.identity,
-            fleet_key=keys.fleet_key,
+            fleet_key=keys.fleet_keys.ring.newest,
             folder=node_folder(settings.node_id),
             refused=lambda reason: self._refused(reason, SecurityKind.TRANSFER_REFUSED),
         )
         bind = parse_address(settings.bind)
-        self.bus = BusPublisher(
-            reactor,
-            bind=parse_address(settings.bus_bind) if settings.bus_bind else Address(bind.host, 0),
-            local=self.local,
-            fleet_key=keys.fleet_key,
-            on_subscribed=self._subscribed,
-            on_refused=lambda reason: self._refused(reason, SecurityKind.BUS_REFUSED),
-            connections_max=settings.max_connections,
-        )
+        ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
         self.telemetry = NodeTelemetry(self)
         self.subscriber = Subscriber(
-            reactor, keys=keys.fleet_key, topics=[Topic.CARD], on_message=self._bus_message, on_gap=lambda *_: None
+            reactor,
+            keys=keys.fleet_keys.ring.oldest,
+            topics=[Topic.CARD],
+            on_message=self._bus_message,
+            on_gap=lambda *_: None,
         )
         self.membership = Membership(
             reactor,
             settings,
             local=self.local,
-            fleet_key=keys.fleet_key,
+            fleet_key=lambda: tuple(reversed(keys.fleet_keys.ring.keys)),
+            identities=self.security.identities,
             make_card=self._make_card,
-            publish=lambda card: self.bus.publish(Topic.CARD, card),
+            publish=lambda card: self.endpoints.publish(Topic.CARD, card),
             subscriber=self.subscriber,
             note=self.note,
             counters=self.counters,
@@ -173,24 +172,61 @@ class Node:
             budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
             self.sections.append(budget.section)
         self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes)
-        self.server = ControlServer(
+        self.endpoints = KeyedEndpoints(
             reactor,
+            keys.fleet_keys,
             bind=bind,
-            local=self.local,
-            fleet_key=keys.fleet_key,
-            on_request=self._request,
-            on_refused=self._refused,
-            on_peer_up=self._asker_up,
-            bus_port=self.bus.port,
-            identities=self.security.identities,
-            limiter=self.security.limiter,
-            connections_max=settings.max_connections,
+            bus_bind=parse_address(settings.bus_bind) if settings.bus_bind else Address(bind.host, 0),
+            ports=ports,
+            make_bus=self._make_bus,
+            make_server=self._make_server,
+            changed=self._keys_changed,
+            noted=self._key_noted,
         )
-        ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
+        self.subscriber.use_keys(keys.fleet_keys.ring.keys)
+        self.sections.append(self.endpoints.section)
         self.bulk = BulkShell(reactor, host=bind.host, ports=ports, deliver=self.dispatcher.lane_event)
         self.dispatcher.lanes = self.bulk
         self.dispatcher.add(self.cache_service, handles=self.cache_service.handles)
         self._cpu = psutil.Process()
+
+    def _make_bus(self, key: FleetKey, address: Address) -> BusPublisher:
+        return BusPublisher(
+            self.reactor,
+            bind=address,
+            local=self.local,
+            fleet_key=key,
+            on_subscribed=self._subscribed,
+            on_refused=lambda reason: self._refused(reason, SecurityKind.BUS_REFUSED),
+            connections_max=self.settings.max_connections,
+        )
+
+    def _make_server(self, key: FleetKey, address: Address, bus_port: Callable[[], int]) -> ControlServer:
+        return ControlServer(
+            self.reactor,
+            bind=address,
+            local=self.local,
+            fleet_key=key,
+            on_request=self._request,
+            on_refused=self._refused,
+            on_peer_up=self._asker_up,
+            bus_port=bus_port,
+            identities=self.security.identities,
+            limiter=self.security.limiter,
+            connections_max=self.settings.max_connections,
+        )
+
+    def _keys_changed(self) -> None:
+        """Other PSKs are valid, or they are served elsewhere."""
+        self.subscriber.use_keys(self._keys.fleet_keys.ring.keys)
+        self.peers.keys_changed()
+        if self.state == "serving":
+            self.announce()
+
+    def _key_noted(self, line: str) -> None:
+        self.security.audit.write("key", line)
+        self.telemetry.security(SecurityKind.KEY_CHANGED, line)
+        self.note("info", line)
 
     def _model_bytes(self) -> int | None:
         """Memory of the model for the store's budget; None while it is being loaded."""
@@ -233,11 +269,12 @@ class Node:
         """Say goodbye and let go of every socket and lane."""
         self.state = "stopping"
         self.telemetry.leave()
-        self.server.close(reason)
+        self.endpoints.stop()
+        self.endpoints.close_servers(reason)
         self.bulk.close_all(5.0)
         self.membership.close()
         self.subscriber.close()
-        self.bus.close()
+        self.endpoints.close_buses()
         self.security.close(reason)
 
     @property
@@ -245,7 +282,7 @@ class Node:
         """Where other nodes reach this one."""
         if self.settings.advertise:
             return parse_address(self.settings.advertise)
-        return self.server.address
+        return self.endpoints.address
 
     # --- notes -------------------------------------------------------------------------------------------------------
 
@@ -302,8 +339,8 @@ class Node:
                 "software": self.local.software,
                 "uptime_s": round(time.time() - self.started_unix, 1),
                 "address": str(self.address),
-                "bus_port": self.bus.port,
-                "connections": self.server.connections,
+                "bus_port": self.endpoints.bus_port,
+                "connections": self.endpoints.connections,
                 "audit_failures": self.security.audit.failures,
                 "memory_bytes": self._cpu.memory_info().rss,
                 "memory_peak_bytes": peak_memory_bytes(),
@@ -371,8 +408,8 @@ class Node:
             software=self.local.software,
             platform=f"{platform.system()} {platform.machine()}",
             memory_bytes=psutil.virtual_memory().total,
-            endpoints=announced_endpoints(settings, self.address),
-            bus_port=self.bus.port,
+            endpoints=self.endpoints.card_endpoints(announced_endpoints(settings, self.address)),
+            bus_port=self.endpoints.bus_port,
             models=models,
             cache=CacheOffering(
                 bytes_used=stats.bytes_used,

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from kakeya_zmq.io.control_client import ControlClient
+from kakeya_zmq.io.control_client import ControlClient, Keys
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol import endpoints as em
+from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from wire.cards import Card
 from wire.errors import ConfigError
@@ -64,6 +65,8 @@ class PeerTable:
     """All outgoing control connections of one node.
 
     Args:
+        fleet_key: the PSK, or what gives those that are valid now, the oldest first.
+        identities: which key belongs to which node id; a book for each connection when None.
         on_up: called with the peer and its connection when a node is reached, again or through another endpoint.
         on_down: called with the node id (or None) and the reason when it is not any more, or cannot be.
     """
@@ -73,13 +76,15 @@ class PeerTable:
         reactor: Reactor,
         *,
         local: LocalNode,
-        fleet_key: FleetKey,
+        fleet_key: FleetKey | Keys,
+        identities: IdentityBook | None = None,
         on_up: Callable[[PeerInfo, ControlClient], None],
         on_down: Callable[[str | None, str], None],
     ) -> None:
         self._reactor = reactor
         self._local = local
-        self._fleet_key = fleet_key
+        self._keys: Keys = (lambda: (fleet_key,)) if isinstance(fleet_key, FleetKey) else fleet_key
+        self._identities = identities
         self._on_up = on_up
         self._on_down = on_down
         self._nodes: dict[str, _Node] = {}
@@ -132,6 +137,21 @@ class PeerTable:
             self._make_room()
         client = self.find(card.node_id)
         return client or next((link.client for link in self._links if link.node_id == card.node_id), None)
+
+    def keys_changed(self) -> None:
+        """Other PSKs are valid now: other endpoints may be usable, or better."""
+        for node in list(self._nodes.values()):
+            self._offer(node)
+
+    def expel(self, node_id: str, identity_public_key: bytes) -> None:
+        """End the connections to whoever has this key; a seed is dialled again, in vain."""
+        for link in list(self._links):
+            peer = link.client.peer
+            if peer is not None and peer.identity_public_key == identity_public_key:
+                link.client.start_over("the node is not accepted any more")
+        node = self._nodes.get(node_id)
+        if node is not None and node.card is not None and node.card.identity_public_key == identity_public_key:
+            self.forget(node_id)
 
     def forget(self, node_id: str) -> None:
         """The node's card is gone: end the connections that were made from it."""
@@ -228,7 +248,10 @@ class PeerTable:
         return self._nodes.setdefault(node_id, _Node(node_id))
 
     def _offer(self, node: _Node) -> None:
-        offers = [*_offers(node.card), *(em.EndpointOffer(seed, em.CONFIGURED, 0) for seed in sorted(node.seeds))]
+        offers = [
+            *_offers(node.card, self._keys()),
+            *(em.EndpointOffer(seed, em.CONFIGURED, 0) for seed in sorted(node.seeds)),
+        ]
         self._drive(node, em.Offered(tuple(offers)))
 
     def _tick(self, now: float) -> None:
@@ -274,7 +297,8 @@ class PeerTable:
             self._reactor,
             address=address,
             local=self._local,
-            fleet_key=self._fleet_key,
+            fleet_key=lambda: self._keys_for(str(address)),
+            identities=self._identities,
             expected_node_id=expected,
             on_up=lambda peer: self._up(link, peer),
             on_down=lambda reason: self._down(link, reason),
@@ -282,6 +306,12 @@ class PeerTable:
         )
         link = _Link(client, seed=expected is None, node_id=node_id)
         self._links.append(link)
+
+    def _keys_for(self, address: str) -> Sequence[FleetKey]:
+        """The key that a card names for this address first, then the others, the oldest first."""
+        cards = [node.card for node in self._nodes.values() if node.card is not None]
+        named = {endpoint.key_id for card in cards for endpoint in card.endpoints if endpoint.address == address}
+        return sorted(self._keys(), key=lambda key: key.key_id not in named)
 
     def _up(self, link: _Link, peer: PeerInfo) -> None:
         if peer.node_id == self._local.node_id:
@@ -355,9 +385,14 @@ class PeerTable:
             self._ended.update(link.client.counters)
 
 
-def _offers(card: Card | None) -> Iterable[em.EndpointOffer]:
-    """What a card offers, best first; what cannot be parsed is left out."""
+def _offers(card: Card | None, keys: Sequence[FleetKey]) -> Iterable[em.EndpointOffer]:
+    """What a card offers, best first; what cannot be parsed, or admits none of our keys (the oldest first), is left out."""
+    generations = {b"": 0, **{key.key_id: generation for generation, key in enumerate(keys)}}
     endpoints = sorted(card.endpoints, key=lambda endpoint: -endpoint.priority) if card is not None else []
     for endpoint in endpoints:
+        generation = generations.get(endpoint.key_id)
+        if generation is None:
+            continue
         with contextlib.suppress(ConfigError):
-            yield em.EndpointOffer(str(parse_address(endpoint.address)), endpoint.network, endpoint.priority)
+            address = str(parse_address(endpoint.address))
+            yield em.EndpointOffer(address, endpoint.network, endpoint.priority, generation)

@@ -41,7 +41,7 @@ from wire.cards import Card
 from wire.ids import NodeId
 from wire.keys import load_or_create_tenant_key
 from wire.limits import GIB
-from wire.messages import CreateSession, PrefillPolicy, ValueBytes
+from wire.messages import CreateSession, Cut, PrefillPolicy, ValueBytes
 
 POLICIES = {
     "local-fallback": PrefillPolicy.LOCAL_FALLBACK,
@@ -136,6 +136,7 @@ class Primary:
             random_bytes=secrets.token_bytes,
             make_preparation=self._make_preparation,
             make_chain=self._make_chain,
+            hash_block=self._hash_block,
             session_kv_bytes=self._runner.kv_bytes,
             settings=InferenceSettings(
                 capacity=self._settings.capacity,
@@ -150,22 +151,23 @@ class Primary:
         if isinstance(child, DecodeWorkerEngine):
             node.sections.append(lambda: ("decode_worker", asdict(child.figures())))
         node.open()
-        self._ready({"address": str(node.address), "bus_port": node.bus.port, "model_id": facts.compatibility.model_id})
+        reached = {"address": str(node.address), "bus_port": node.endpoints.bus_port}
+        self._ready({**reached, "model_id": facts.compatibility.model_id})
 
     def _carry_out(self, effect: object) -> bool:
         match effect:
             case ExplainPrompt(explanation=explanation):
                 self.node.note("info", explanation_line(explanation))
-            case PublishParts(parts=parts):
-                self._publish(parts)
+            case PublishParts(parts=parts, cuts=cuts):
+                self._publish(parts, cuts)
             case _:
                 return False
         return True
 
-    def _publish(self, parts: tuple[Part, ...]) -> None:
+    def _publish(self, parts: tuple[Part, ...], cuts: tuple[Cut, ...]) -> None:
         assert self._publisher is not None
         assert self._facts is not None
-        effects = self._publisher.publish(parts, self._fingerprint, self._publish_targets(), self._reactor.clock())
+        effects = self._publisher.publish(parts, self._fingerprint, self._publish_targets(), self._reactor.clock(), cuts)
         self.node.dispatcher.apply(self._publisher, effects)
 
     def _section(self) -> tuple[str, dict[str, Value]]:
@@ -194,6 +196,9 @@ class Primary:
             self._tenant_key,
             self._facts.requirement.block_tokens,
         )
+
+    def _hash_block(self, tokens: TokenArray, parent_hash: bytes) -> bytes:
+        return block_hash(tokens, self._fingerprint, parent_hash, self._tenant_key)
 
     def _make_preparation(self, request: PreparationRequest, now: float) -> PromptPreparation:
         assert self._facts is not None

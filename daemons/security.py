@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from daemons.entitlement import Entitlement
 from kakeya_zmq.audit import REASONS_MAX, AuditLog, read_entries
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.reactor import Reactor, TimerHandle
@@ -29,6 +30,7 @@ class Security:
     Args:
         folder: the node's folder, which exists.
         refused: told each reason that sockets do not tell by themselves (the gate's).
+        expel, forgotten: see :class:`daemons.entitlement.Entitlement`.
 
     Raises:
         ConfigError: the file of known nodes is damaged.
@@ -43,6 +45,8 @@ class Security:
         fleet_key: FleetKey,
         folder: Path,
         refused: Callable[[str], None],
+        expel: Callable[[bytes, str, str], None],
+        forgotten: Callable[[str], None],
     ) -> None:
         self.refusals: Counter[str] = Counter()
         """Everything that was refused, by reason."""
@@ -56,6 +60,16 @@ class Security:
         )
         self.identities = IdentityBook((settings.node_id, identity.public_key), load_known_nodes(folder))
         self.audit = AuditLog(folder, monotonic=reactor.clock, wall=time.time)
+        self.entitlement = Entitlement(
+            reactor,
+            folder=folder,
+            roster_file=Path(settings.roster_file),
+            identities=self.identities,
+            audit=self.audit,
+            refused=self.count_refusal,
+            expel=expel,
+            forgotten=forgotten,
+        )
         self._reactor = reactor
         self._folder = folder
         self._refused = refused
@@ -103,12 +117,14 @@ class Security:
         self._saved_at = self._reactor.clock()
         try:
             save_known_nodes(self._folder, self.identities.nodes())
+            self.entitlement.known_saved()
         except OSError as error:
             # Until it can be written these names are bound for this run only.
             _log.error("the file of known nodes cannot be written: %s", error.strerror or "unknown error")
 
     def close(self, reason: str) -> None:
         """Nothing is watched any more; what waits to be written is written."""
+        self.entitlement.stop()
         if self._save_timer is not None and self._save_timer.pending:
             self._save_timer.cancel()
             self._save()

@@ -46,7 +46,7 @@ class NodeTelemetry:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._feed = TelemetryFeed(
-            wanted=node.bus.has_subscribers,
+            wanted=lambda topic: node.endpoints.has_subscribers(topic),
             tenant=node.settings.tenant_id,
             interval_s=node.settings.telemetry_interval_s,
             random_bytes=secrets.token_bytes,
@@ -115,7 +115,7 @@ class NodeTelemetry:
         except LocalProtocolError:  # too large in spite of everything that can be left out
             self._node.counters.add("telemetry_events_dropped")
             return
-        self._node.bus.publish(topic, payload)
+        self._node.endpoints.publish(topic, payload)
 
 
 def figures_of(store: BlockStore) -> Figures:

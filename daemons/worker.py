@@ -105,7 +105,8 @@ class Worker:
         node.dispatcher.add(self._work, handles=self._work.handles)
         node.sections.append(self._section)
         node.open()
-        self._ready({"address": str(node.address), "bus_port": node.bus.port, "model_id": facts.compatibility.model_id})
+        reached = {"address": str(node.address), "bus_port": node.endpoints.bus_port}
+        self._ready({**reached, "model_id": facts.compatibility.model_id})
 
     def _offering(self) -> WorkerOffering:
         assert self._work is not None

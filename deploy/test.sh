@@ -40,6 +40,10 @@ install_package demo test
 if [ "$(uname -s)" = Linux ] && ! command -v ip >/dev/null 2>&1 && can_apt; then
     apt_install iproute2
 fi
+# The tests of the dashboard's page need a browser; without one they are skipped.
+if [ "$(uname -s)" = Linux ] && ! command -v chromedriver >/dev/null 2>&1 && can_apt; then
+    apt_install chromium chromium-driver || say "no Chromium: the tests of the dashboard's page are skipped"
+fi
 # The tests of `kakeya top` on a real terminal use tmux; without it they are skipped.
 if ! command -v tmux >/dev/null 2>&1 && can_apt; then
     apt_install tmux || say "tmux could not be installed: its tests are skipped"

@@ -53,10 +53,17 @@ class Block(msgspec.Struct, frozen=True, gc=False):
     parent_hash: bytes
     start: int
     token_count: int
+    stored_tokens: int = 0
+    """Tokens of the stored block when only its beginning is meant; 0: all of it is."""
 
     @property
     def end(self) -> int:
         return self.start + self.token_count
+
+    @property
+    def part_tokens(self) -> int:
+        """Tokens that its parts cover."""
+        return self.stored_tokens or self.token_count
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, TypeAlias, TypeVar
 
-from kakeya_zmq.io.control_client import WRONG_PSK, ControlClient, OutgoingRequest
+from kakeya_zmq.io.control_client import WRONG_PSK, ControlClient, Keys, OutgoingRequest
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import parse_address
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
@@ -40,6 +40,7 @@ from wire.cards import Card, mark_of, open_card, pack_digest
 from wire.codec import pack_tokens, unpack_tokens
 from wire.errors import ConfigError, FailureCode, InvalidInput, KakeyaError, RemoteProtocolError, RequestFailed
 from wire.events import RequestEvent, decode_event
+from wire.keyring import KeyFile
 from wire.keys import FleetKey, NodeIdentity
 from wire.messages import (
     Appended,
@@ -183,7 +184,7 @@ class Client:
     ) -> None:
         if (fleet_key is None) == (psk_file is None):
             raise ConfigError("a client needs exactly one of fleet_key and psk_file")
-        key = fleet_key if fleet_key is not None else FleetKey.load(_given(psk_file))
+        keys: FleetKey | Keys = fleet_key if fleet_key is not None else KeyFile(_given(psk_file)).valid_keys
         server = parse_address(address)
         local = LocalNode(
             node_id=node_id or f"client-{secrets.token_hex(6)}",
@@ -202,7 +203,7 @@ class Client:
                 self._reactor,
                 address=server,
                 local=local,
-                fleet_key=key,
+                fleet_key=keys,
                 on_up=lambda peer: self._link.put(None),
                 on_down=self._link.put,
             )

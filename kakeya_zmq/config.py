@@ -54,6 +54,7 @@ class Settings:
     fleet_psk_file: str
     tenant_id: str
     tenant_key_file: str
+    roster_file: str
     model: str
     model_id: str
     revision_label: str
@@ -161,6 +162,7 @@ def resolve_settings(
     values["fleet_psk_file"] = values["fleet_psk_file"] or str(home / "fleet.psk")
     beside = Path(values["fleet_psk_file"]).parent
     values["tenant_key_file"] = values["tenant_key_file"] or str(beside / "tenants" / f"{values['tenant_id']}.key")
+    values["roster_file"] = values["roster_file"] or str(beside / ROSTER_FILE)
     values["bind"] = values["bind"] or f"127.0.0.1:{DEFAULT_PORTS[role]}"
     if not values["node_id"]:
         values["node_id"] = _default_node_id(role, (host_name or socket.gethostname)())

@@ -83,7 +83,8 @@ class OpenSession:
 class ImportPrefix:
     """Replace the session's KV by the state after ``position`` tokens, built from ``parts``.
 
-    ``parts`` are those that :func:`kakeya_zmq.blocks.needed_parts` names for ``position``, sorted by (start, kind).
+    ``parts`` are those that :func:`kakeya_zmq.blocks.needed_parts` names for ``position``, sorted by (start, kind). The rows
+    of the last block may reach beyond ``position``: only its beginning is taken.
     A failed import leaves the session empty at position 0.
     """
 

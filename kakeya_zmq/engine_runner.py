@@ -195,11 +195,15 @@ class EngineRunner:
 
     @property
     def running(self) -> Running | None:
-        """Which command's step is being computed, and since when; None while idle, and for an engine with a control.
+        """Which command's step is being computed, and since when; None while idle.
 
-        Such an engine has a limit for its steps, and one of them may hold a restart, which takes longer than any step.
+        With a control it is always since now: such an engine has a limit for its steps, and one of them may hold a restart,
+        which takes longer than any step.
         """
-        return self._running if self._control is None else None
+        running = self._running
+        if running is None or self._control is None:
+            return running
+        return Running(running.ticket, self._clock())
 
     @property
     def control(self) -> StepControl | None:

@@ -1,7 +1,8 @@
 """The file that keeps which identity key belongs to which node id, so that a stolen name is refused after a restart, too.
 
 ``known_nodes.json`` in the node's folder, mode 0600: ``{"node id": "64 hexadecimal digits", …}``, the node seen longest ago
-first. A machine that was set up anew has a new key: remove its line while this node is stopped, else the old key stays.
+first. A machine that was set up anew has a new key: ``kakeya key forget`` takes its line out, and a node that runs forgets
+what somebody else took out of its file.
 """
 
 from __future__ import annotations
@@ -58,6 +59,23 @@ def _parse(data: bytes) -> dict[str, bytes]:
             raise ValueError("not a node")
         found[node_id] = key
     return found
+
+
+def forget_node(folder: Path, node_id: str) -> bool:
+    """Take a node out of the file; whether it was there.
+
+    Raises:
+        ConfigError: the file cannot be read or written, or is damaged.
+    """
+    known = load_known_nodes(folder)
+    if known.pop(node_id, None) is None:
+        return False
+    try:
+        save_known_nodes(folder, known)
+    except OSError as error:
+        text = f"{folder / KNOWN_NODES_FILE} cannot be written: {error.strerror or 'unknown error'}"
+        raise ConfigError(text, remedy="check its mode") from None
+    return True
 
 
 def save_known_nodes(folder: Path, nodes: Mapping[str, bytes]) -> None:

@@ -5,6 +5,7 @@ Rules
 * ``bytes_used + bytes_reserved <= max_bytes``, always; ``bytes_used`` is the sum of the held payloads.
 * A part is immutable. Equal reference with other bytes is normal (another backend, another segment grid): the first one
   wins, the put succeeds, it is counted.
+* A tail that turns out to be the beginning of a longer block is dropped for a *cut*: a note on that block, gone with it.
 * What is leased or pinned is not evicted; reserved room is not used for anything else. A put or a reservation that can't
   have its room without breaking this raises CapacityError. What to evict: :mod:`kakeya_zmq.store_index`; a chain never
   evicts its own beginning to store its end.
@@ -21,7 +22,7 @@ from kakeya_zmq.blocks import Part, byte_view
 from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
 from kakeya_zmq.store_leases import LeaseTable
 from kakeya_zmq.store_log import EventLog
-from kakeya_zmq.store_lookup import find_prompt, survey_of, tail_of
+from kakeya_zmq.store_lookup import ROWS, cuts_of, find_prompt, survey_of, tail_of
 from kakeya_zmq.store_room import StoreRoom
 from kakeya_zmq.store_values import (
     EVENTS_MAX,
@@ -41,7 +42,7 @@ from wire import limits
 from wire.errors import CapacityError, FailureCode, InvalidInput
 from wire.ids import LeaseId
 from wire.limits import HASH_BYTES
-from wire.messages import PartMeta, PartRef, Requirement, Tail
+from wire.messages import Cut, PartMeta, PartRef, Requirement, Tail
 
 __all__ = [
     "EVENTS_MAX",
@@ -131,6 +132,22 @@ class BlockStore:
         blocks = self._tree.tails(fingerprint, parent_hash, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
         return tuple([tail_of(block) for block in blocks])
 
+    def cuts(self, parent_hash: bytes, *, fingerprint: bytes) -> tuple[Cut, ...]:
+        """Tails under a block (or under ROOT_HASH) that are beginnings of longer blocks."""
+        return tuple([cut for block in self._tree.cuts(fingerprint, parent_hash) for cut in cuts_of(block)])
+
+    def cuts_within(self, block_hash: bytes) -> tuple[Cut, ...]:
+        """Tails that are beginnings of this block, if it is held."""
+        block = self._tree.blocks.get(block_hash)
+        return () if block is None else cuts_of(block)
+
+    def is_cut(self, meta: PartMeta, *, fingerprint: bytes) -> bool:
+        """Whether this part of a tail can be had from a longer block."""
+        return any(
+            cut.block_hash == meta.block_hash and cut.token_count == meta.token_count and bool(cut.kinds >> meta.kind & 1)
+            for cut in self.cuts(meta.parent_hash, fingerprint=fingerprint)
+        )
+
     def room_bytes(self, fingerprint: bytes) -> int:
         """Bytes that new parts of this namespace could get if everything that may go did go."""
         room = self._room.max_bytes - self._room.bytes_reserved - self._leases.bytes_locked
@@ -198,6 +215,8 @@ class BlockStore:
             self._collisions += held.proof[:HASH_BYTES] != meta.digest
             self._refresh(held, self._next_use())
             return PutOutcome.ALREADY_HELD
+        if block is None and self.is_cut(meta, fingerprint=fingerprint):
+            return PutOutcome.ALREADY_HELD
         try:
             block = self._insert(part, block, fingerprint, now, reservation_id)
         except CapacityError:
@@ -205,6 +224,32 @@ class BlockStore:
             raise
         self._limit_tails(block)
         return PutOutcome.STORED
+
+    def cut(self, cut: Cut, *, fingerprint: bytes) -> bool:
+        """Take a tail for the beginning of a longer block: note it there, and drop what is stored of the tail itself.
+
+        Returns:
+            False when nothing was changed: the block is not held, does not fit, or lacks a kind that the tail has; or the
+            tail is held fast, has state that cannot be cut, or other blocks hang on it.
+        """
+        block, tail = self._tree.blocks.get(cut.within), self._tree.blocks.get(cut.block_hash)
+        if block is None or block.namespace.fingerprint != fingerprint or block.parent_hash != cut.parent_hash:
+            return False
+        if not cut.token_count < block.token_count == cut.within_tokens or not block.kinds & ROWS:
+            return False
+        earlier: list[tuple[bytes, int]] = []
+        if tail is not None:
+            same_place = tail.namespace is block.namespace and tail.parent_hash == block.parent_hash
+            fast = tail.locked or tail.state is not None or tail.children is not None
+            if not same_place or tail.token_count != cut.token_count or fast or tail.kinds & ~block.kinds:
+                return False
+            earlier = list(tail.cuts or ())
+            block.stamp = max(block.stamp, tail.stamp)
+            for held in tail.parts():
+                self._room.drop(held, "invalidated")
+        for tail_hash, token_count in (*earlier, (cut.block_hash, cut.token_count)):
+            self._tree.add_cut(block, tail_hash, token_count, limits.TAILS_PER_PARENT_MAX)
+        return True
 
     def _insert(
         self, part: Part, block: HeldBlock | None, fingerprint: bytes, now: float, reservation_id: ReservationId | None

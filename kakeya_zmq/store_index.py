@@ -77,6 +77,7 @@ class HeldBlock:
     __slots__ = (
         "block_hash",
         "children",
+        "cuts",
         "full",
         "namespace",
         "parent_hash",
@@ -98,6 +99,8 @@ class HeldBlock:
         self.window: HeldPart | None = None
         self.state: HeldPart | None = None
         self.children: HeldBlock | dict[HeldBlock, None] | None = None
+        self.cuts: list[tuple[bytes, int]] | None = None
+        """Hash and tokens of tails that are this block's beginnings, oldest first."""
         self.stamp = 0
         self.queued_stamp = NOT_QUEUED
 
@@ -143,7 +146,7 @@ class HeldBlock:
 class Namespace:
     """The blocks of one fingerprint: usage, tails, blocks whose parent is not held, and what goes first."""
 
-    __slots__ = ("block_count", "bytes_used", "fingerprint", "full_tokens", "leaves", "orphans", "tails", "windows")
+    __slots__ = ("block_count", "bytes_used", "cut", "fingerprint", "full_tokens", "leaves", "orphans", "tails", "windows")
 
     def __init__(self, fingerprint: bytes) -> None:
         self.fingerprint = fingerprint
@@ -155,6 +158,8 @@ class Namespace:
         """Parent hash to children, for parents that are not held; first blocks are always here."""
         self.tails: dict[bytes, list[HeldBlock]] = {}
         """Parent hash to tails, oldest first."""
+        self.cut: dict[bytes, list[HeldBlock]] = {}
+        """Parent hash to blocks that have cuts, oldest first."""
         self.leaves: list[HeldBlock] = []
         self.windows: list[HeldPart] = []
 
@@ -242,6 +247,7 @@ class BlockTree:
             namespace.orphans[block.block_hash] = children
             block.children = None
         self._detach(block)
+        self._forget_cuts(block)
         tails = namespace.tails.get(block.parent_hash)
         if tails is not None and block in tails:
             tails.remove(block)
@@ -260,6 +266,29 @@ class BlockTree:
         # no full block was seen yet: every block here is a tail, also those that could not be told from full ones
         return list(self._children_of(namespace, parent_hash))
 
+    def cuts(self, fingerprint: bytes, parent_hash: bytes) -> list[HeldBlock]:
+        """Blocks under ``parent_hash`` that have cuts, the one stored last first."""
+        namespace = self.namespaces.get(fingerprint)
+        return [] if namespace is None else namespace.cut.get(parent_hash, [])[::-1]
+
+    def add_cut(self, block: HeldBlock, tail_hash: bytes, token_count: int, at_most: int) -> None:
+        """Note that a tail is the beginning of a block; the oldest of more than ``at_most`` is forgotten."""
+        if block.cuts is None:
+            block.cuts = []
+            block.namespace.cut.setdefault(block.parent_hash, []).append(block)
+        if (tail_hash, token_count) not in block.cuts:
+            block.cuts.append((tail_hash, token_count))
+            del block.cuts[:-at_most]
+
+    def _forget_cuts(self, block: HeldBlock) -> None:
+        if block.cuts is None:
+            return
+        block.cuts = None
+        siblings = block.namespace.cut[block.parent_hash]
+        siblings.remove(block)
+        if not siblings:
+            del block.namespace.cut[block.parent_hash]
+
     def parents_of_tails(self, fingerprint: bytes, parent_hashes: Sequence[bytes], block_tokens: int) -> Sequence[bytes]:
         """Those of some blocks that may have tails, in the same order: most of a prompt's blocks have none."""
         namespace = self.namespaces.get(fingerprint)
@@ -267,8 +296,8 @@ class BlockTree:
             return ()
         if namespace.full_tokens < block_tokens:  # see tails(): the index does not tell yet
             return parent_hashes
-        tails = namespace.tails
-        return [parent_hash for parent_hash in parent_hashes if parent_hash in tails]
+        tails, cut = namespace.tails, namespace.cut
+        return [parent_hash for parent_hash in parent_hashes if parent_hash in tails or parent_hash in cut]
 
     def ancestors(self, block: HeldBlock) -> Iterator[HeldBlock]:
         parent = self._parent(block.namespace, block.parent_hash)

@@ -12,7 +12,10 @@ from kakeya_zmq.blocks import ROOT_HASH
 from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
 from kakeya_zmq.store_values import TAILS_PER_LOOKUP_MAX, Finding, Survey
 from wire import limits
-from wire.messages import Requirement, Tail
+from wire.messages import Cut, Requirement, Tail
+
+ROWS = 3
+"""Kinds of parts that can be cut by token: FULL and WINDOW, as bits."""
 
 
 def survey_of(found: Sequence[HeldBlock | None]) -> Survey:
@@ -44,10 +47,15 @@ def find_prompt(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, re
             parts.append(block.window)
         if block.state is not None:
             parts.append(block.state)
-    tail_blocks = _tail_blocks(tree, hashes, fingerprint, requirement.block_tokens)
-    for block in tail_blocks:
+    tail_blocks, cuts = _tails(tree, hashes, fingerprint, requirement)
+    for block in (*tail_blocks, *(block for block, _ in cuts)):
         parts += block.parts()
-    return Finding(survey_of(found), tuple([tail_of(block) for block in tail_blocks]), tuple(parts))
+    return Finding(
+        survey_of(found),
+        tuple([tail_of(block) for block in tail_blocks]),
+        tuple([cut for _, cut in cuts]),
+        tuple(parts),
+    )
 
 
 def tail_of(block: HeldBlock) -> Tail:
@@ -59,16 +67,45 @@ def tail_of(block: HeldBlock) -> Tail:
     )
 
 
-def _tail_blocks(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, block_tokens: int) -> list[HeldBlock]:
+def cuts_of(block: HeldBlock) -> tuple[Cut, ...]:
+    """The tails that are a held block's beginnings; none when it holds no rows of its tokens."""
+    kinds = block.kinds & ROWS
+    if not kinds or block.cuts is None:
+        return ()
+    return tuple(
+        [
+            Cut(
+                parent_hash=block.parent_hash,
+                block_hash=tail_hash,
+                token_count=token_count,
+                within=block.block_hash,
+                within_tokens=block.token_count,
+                kinds=kinds,
+            )
+            for tail_hash, token_count in block.cuts
+        ]
+    )
+
+
+def _tails(
+    tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, requirement: Requirement
+) -> tuple[list[HeldBlock], list[tuple[HeldBlock, Cut]]]:
     """Tails under the asked blocks and the root, longest prefix first, longer tails first, at most as many as an answer
-    has room for."""
-    found: list[HeldBlock] = []
+    has room for; and those that are beginnings of blocks which were not asked for (the asker has no use for others)."""
+    tails: list[HeldBlock] = []
+    cuts: list[tuple[HeldBlock, Cut]] = []
+    block_tokens = requirement.block_tokens
+    asked: frozenset[bytes] | None = None
     for parent in tree.parents_of_tails(fingerprint, (*reversed(hashes), ROOT_HASH), block_tokens):
         under = tree.tails(fingerprint, parent, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
-        found += sorted(under, key=lambda block: -block.token_count)
-        if len(found) >= TAILS_PER_LOOKUP_MAX:
+        tails += sorted(under, key=lambda block: -block.token_count)
+        for block in tree.cuts(fingerprint, parent):
+            asked = asked or frozenset(hashes)
+            if block.block_hash not in asked:
+                cuts += [(block, cut) for cut in cuts_of(block)]
+        if len(tails) >= TAILS_PER_LOOKUP_MAX or len(cuts) >= TAILS_PER_LOOKUP_MAX:
             break
-    return found[:TAILS_PER_LOOKUP_MAX]
+    return tails[:TAILS_PER_LOOKUP_MAX], cuts[:TAILS_PER_LOOKUP_MAX]
 
 
 def _presence(row: Sequence[HeldPart | None]) -> tuple[bool, ...]:

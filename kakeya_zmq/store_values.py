@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 from kakeya_zmq.store_index import HeldPart
 from wire.errors import FailureCode, KakeyaError
 from wire.ids import LeaseId
-from wire.messages import PartKind, PartRef, Tail
+from wire.messages import Cut, PartKind, PartRef, Tail
 
 LEASES_MAX: Final = 4096
 """Leases at one time; a lookup beyond them is told that nothing is held."""
@@ -89,6 +89,7 @@ class Finding:
 
     survey: Survey
     tails: tuple[Tail, ...]
+    cuts: tuple[Cut, ...]
     parts: tuple[HeldPart, ...]
 
 

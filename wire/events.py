@@ -222,6 +222,10 @@ class SecurityKind(StrEnum):
     """A card has a bad signature, or claims a node id of another identity."""
     NODE_APPEARED = "node_appeared"
     """A node joined, or came back under a new incarnation."""
+    NODE_REVOKED = "node_revoked"
+    """A node's identity key is refused from now on."""
+    KEY_CHANGED = "key_changed"
+    """A fleet key is valid from now on, or retired."""
 
 
 class SecurityEvent(_Event, frozen=True, kw_only=True):

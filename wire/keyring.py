@@ -63,10 +63,8 @@ class KeyRing:
         Raises:
             ConfigError: it cannot be written.
         """
-        if len(self.keys) == 1:
-            text = self.newest.psk
-        else:
-            text = b"\n".join((KEY_RING_HEADER, *(key.psk for key in self.keys)))
+        lines = [key.psk for key in self.keys]
+        text = b"\n".join([KEY_RING_HEADER, *lines] if len(lines) > 1 else lines)
         write_secret_file(path, text + b"\n", replace=True)
 
     @property
@@ -109,3 +107,43 @@ class KeyRing:
         if gone is None:
             raise ConfigError("the fleet has no key with this id", remedy="`kakeya key show` lists the ids")
         return KeyRing(tuple(key for key in self.keys if key is not gone))
+
+
+class KeyFile:
+    """The key file of a process that runs on while keys change: what it holds now, read again when the file has changed.
+
+    Raises:
+        SecretFileError: it cannot be used at the beginning. Later that is told in :attr:`error`, and the last keys stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error = ""
+        self.ring = KeyRing.load(path)
+        self._seen = self._look()
+
+    def refresh(self) -> bool:
+        """Look at the file; whether it holds other keys than before."""
+        seen = self._look()
+        if seen == self._seen:
+            return False
+        self._seen = seen
+        try:
+            ring, self.error = KeyRing.load(self.path), ""
+        except SecretFileError as error:  # half copied, or a wrong mode: it will be looked at again
+            self.error = str(error)
+            return False
+        changed, self.ring = ring != self.ring, ring
+        return changed
+
+    def valid_keys(self) -> tuple[FleetKey, ...]:
+        """The valid keys, the oldest first: the order in which an unknown endpoint is tried."""
+        self.refresh()
+        return tuple(reversed(self.ring.keys))
+
+    def _look(self) -> tuple[int, int, int, int] | None:
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -28,6 +28,11 @@ BUS_MESSAGE_BYTES_MAX: Final = 64 * KIB
 CARD_BYTES_MAX: Final = 16 * KIB
 CARDS_PER_EXCHANGE_MAX: Final = 48
 """So that a full exchange of the largest cards (768 KiB) fits in one control message."""
+REVOCATION_BYTES_MAX: Final = 2 * KIB
+"""Two names at their longest, two keys, a signature."""
+REVOCATIONS_MAX: Final = 1024
+"""Revoked keys a fleet remembers."""
+REVOCATIONS_PER_EXCHANGE_MAX: Final = 16
 CARD_DIGEST_BYTES_MAX: Final = 1025 * 24
 """As many live cards as a node keeps, and its own, in a digest of 24 bytes each."""
 TAILS_PER_PARENT_MAX: Final = 8
@@ -78,7 +83,8 @@ def check_limits() -> None:
         AssertionError: two limits contradict each other.
     """
     assert PROMPT_TOKENS_MAX * TOKEN_BYTES + BLOCKS_MAX * HASH_BYTES <= CONTROL_BODY_BYTES_MAX
-    assert CARDS_PER_EXCHANGE_MAX * CARD_BYTES_MAX <= CONTROL_BODY_BYTES_MAX
+    exchanged = CARDS_PER_EXCHANGE_MAX * CARD_BYTES_MAX + REVOCATIONS_PER_EXCHANGE_MAX * REVOCATION_BYTES_MAX
+    assert exchanged + CARD_DIGEST_BYTES_MAX + REVOCATIONS_MAX * 8 <= CONTROL_BODY_BYTES_MAX
     assert CARD_BYTES_MAX < BUS_MESSAGE_BYTES_MAX
     assert PARTS_PER_REQUEST_MAX * 48 <= CONTROL_BODY_BYTES_MAX
     assert CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX <= CREDIT_BYTES_DEFAULT

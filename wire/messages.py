@@ -154,6 +154,13 @@ class Welcome(_Message, frozen=True, kw_only=True):
 # --- request bodies --------------------------------------------------------------------------------------------
 
 
+Revocations = Annotated[
+    tuple[Annotated[bytes, Meta(max_length=limits.REVOCATION_BYTES_MAX)], ...],
+    Meta(max_length=limits.REVOCATIONS_PER_EXCHANGE_MAX),
+]
+RevocationMarks = Annotated[bytes, Meta(max_length=limits.REVOCATIONS_MAX * 8)]
+
+
 class ExchangeCards(_Message, frozen=True, kw_only=True, tag=1):
     """Pull-merge of capability cards: the caller's go out, those that it lacks come back. Cards are signed blobs."""
 
@@ -164,6 +171,10 @@ class ExchangeCards(_Message, frozen=True, kw_only=True, tag=1):
     """Age of each card in ms as known to the sender; TTL runs on the receiver's monotonic clock."""
     known: CardDigest | None = b""
     """What the caller holds (wire.cards.pack_digest): only newer cards come back; None: no cards are wanted back."""
+    revocations: Revocations = ()
+    """Signed revocations (wire.revocations) for the callee."""
+    revoked: RevocationMarks = b""
+    """Marks of the revocations that the caller holds; with ``known`` None nothing comes back for them."""
 
 
 class Lookup(_Message, frozen=True, kw_only=True, tag=2):
@@ -195,6 +206,24 @@ class ReleaseLease(_Message, frozen=True, kw_only=True, tag=4):
     lease_id: Id16
 
 
+class Cut(_Message, frozen=True, kw_only=True, gc=False):
+    """A tail of which nothing is stored: its tokens are the first ones of a longer block under the same parent.
+
+    The K/V rows of a token do not depend on what follows, so the first ``token_count`` rows of that block's FULL and WINDOW
+    parts are the tail's. The asker checks the tail's hash against its own tokens; of the block it knows only the hash.
+    """
+
+    parent_hash: Hash
+    block_hash: Hash
+    """The tail's."""
+    token_count: Annotated[int, Meta(ge=1, le=limits.BLOCK_TOKENS_MAX)]
+    within: Hash
+    """The longer block's."""
+    within_tokens: Annotated[int, Meta(ge=2, le=limits.BLOCK_TOKENS_MAX)]
+    kinds: Annotated[int, Meta(ge=1, le=3)]
+    """Bit k set: the longer block's part of PartKind k is held."""
+
+
 class PublishOffer(_Message, frozen=True, kw_only=True, tag=5):
     """I hold these parts; take what you lack. Answered by Progress(PublishGrant) and Reply(PublishResult)."""
 
@@ -204,6 +233,8 @@ class PublishOffer(_Message, frozen=True, kw_only=True, tag=5):
     chunk_bytes_max: Annotated[int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)]
     link_codec: LinkCodec = LinkCodec.NONE
     """What the publisher wants to use."""
+    cuts: Annotated[tuple[Cut, ...], Meta(max_length=limits.PARTS_PER_MANIFEST_MAX)] = ()
+    """Tails that are the beginnings of offered blocks: whoever holds them can drop them."""
 
 
 class SubmitJob(_Message, frozen=True, kw_only=True, tag=6):
@@ -324,6 +355,10 @@ class CardList(_Message, frozen=True, kw_only=True, tag=101):
     """Marks (wire.cards.mark_of) of cards that the caller's digest has and the callee lacks."""
     more: bool = False
     """There are more new cards than one message takes: ask again."""
+    revocations: Revocations = ()
+    """Those that the caller lacks."""
+    wanted_revocations: RevocationMarks = b""
+    """Marks of those that the callee lacks."""
 
 
 class Tail(_Message, frozen=True, kw_only=True, gc=False):
@@ -350,6 +385,8 @@ class LookupReply(_Message, frozen=True, kw_only=True, tag=102):
     lease_id: Id16
     lease_ms: Count
     epoch: Count
+    cuts: Annotated[tuple[Cut, ...], Meta(max_length=64)] = ()
+    """Tails under the same parents that are beginnings of longer blocks which were not asked for."""
 
 
 class TransferResult(_Message, frozen=True, kw_only=True, tag=103):

@@ -115,9 +115,9 @@ class Rig:
             self._model_programs[name] = program
 
     @contextlib.contextmanager
-    def fleet(self, name: str, roles: Sequence[str]) -> Iterator[BenchFleet]:
+    def fleet(self, name: str, roles: Sequence[str], primary_flags: Sequence[str] = ()) -> Iterator[BenchFleet]:
         """Daemons of these roles for the duration of a block, on free ports, with their own keys."""
-        running = self._start_fleet(name, roles)
+        running = self._start_fleet(name, roles, primary_flags)
         try:
             yield running
         finally:
@@ -136,11 +136,12 @@ class Rig:
             self._model_fleet = running
         return self._model_fleet
 
-    def _start_fleet(self, name: str, roles: Sequence[str]) -> BenchFleet:
+    def _start_fleet(self, name: str, roles: Sequence[str], primary_flags: Sequence[str]) -> BenchFleet:
         home = self._home / name
         threads = str(self.options.threads)
-        extra = [(role, ("--gossip-interval-s", GOSSIP_SECONDS)) for role in roles]
+        extra: list[tuple[str, tuple[str, ...]]] = [(role, ("--gossip-interval-s", GOSSIP_SECONDS)) for role in roles]
         extra += [(role, ("--blas-threads", threads)) for role in roles if role != "cache"]
+        extra.append(("primary", tuple(primary_flags)))
         plan = FleetPlan(
             ephemeral=True,
             model=str(self.model_folder) if set(roles) - {"cache"} else "",

@@ -1,5 +1,6 @@
 /** The page: views as tabs, the live events, what is told about the connection. */
 
+import { hasKey } from "./api.js";
 import { h, render } from "./dom.js";
 import { count, duration } from "./format.js";
 import { KeyDialog } from "./key.js";
@@ -103,6 +104,7 @@ class Page {
     this.live.open(this.view.topics);
     this.view.entered?.();
     this.#draw();
+    document.querySelector("#tabs [aria-current]").scrollIntoView({ inline: "center", block: "nearest" });
     if (byUser) {
       this.#focusHeading();
       scrollTo(0, 0);
@@ -145,9 +147,9 @@ class Page {
     this.refresh();
   }
 
-  /** What the key shows or hides is read anew. */
+  /** What the key shows is read anew; what it showed goes with it. */
   #keyChanged() {
-    this.store.data = {};
+    if (!hasKey()) this.store.data = {};
     this.live.open(this.view.topics);
     this.view.entered?.();
     this.refresh();
@@ -205,7 +207,7 @@ function bannerFor(state, store) {
       return banner("calm", "No node has been heard yet. Start a fleet with ", h("code", null, "kakeya up"), ", or tell the dashboard where one is: ", h("code", null, "kakeya dashboard --bus HOST:PORT"), ".");
     default:
       if (!stale.length) return null;
-      return banner("warning", stale.length === 1 ? "Stale: " : `${stale.length} nodes are stale: `, stale.slice(0, 3).map((node, index) => [index > 0 && ", ", name(node.alias)]), stale.length > 3 && " …", ". Nothing was heard for three intervals; figures of stale nodes are old.");
+      return banner("warning", stale.length === 1 ? "Stale: " : `${stale.length} nodes are stale: `, stale.slice(0, 3).map((node, index) => [index > 0 && ", ", name(node.alias)]), stale.length > 3 && " and more", ". Nothing was heard for three intervals; figures of stale nodes are old.");
   }
 }
 

@@ -105,9 +105,7 @@ export function table({ caption, columns, items, key, detail, opened, refresh, d
   const rows = items.flatMap((item) => {
     const id = String(key(item));
     const open = Boolean(detail) && opened.has(id);
-    const cells = columns.map((column) =>
-      h("td", { role: "cell", class: `${column.number ? "number " : ""}${column.className ?? ""}`.trim() || undefined, "data-label": column.head }, column.cell(item)),
-    );
+    const cells = columns.map((column) => tableCell(column, column.cell(item)));
     if (detail) cells.push(h("td", { role: "cell", class: "more" }, moreButton(id, open, opened, refresh, describe(item))));
     const row = h("tr", { role: "row", key: id, class: open ? "open" : undefined }, cells);
     const more = open && h("tr", { role: "row", key: `${id} detail`, class: "detail" }, h("td", { role: "cell", colspan: columns.length + 1 }, detail(item)));
@@ -120,6 +118,11 @@ export function table({ caption, columns, items, key, detail, opened, refresh, d
     h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, heads)),
     h("tbody", { role: "rowgroup" }, rows),
   );
+}
+
+function tableCell(column, content) {
+  const classes = [column.number && "number", column.className, content === NONE && "none"].filter(Boolean);
+  return h("td", { role: "cell", class: classes.length ? classes.join(" ") : undefined, "data-label": column.head }, content);
 }
 
 function moreButton(id, open, opened, refresh, what) {

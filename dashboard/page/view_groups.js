@@ -15,10 +15,9 @@ export class GroupsView {
 
   render(store) {
     const groups = store.data.groups;
-    if (!groups) return empty("Waiting for the dashboard");
     return [
-      groups.length ? h("ul", { class: "cards" }, groups.map(groupCard)) : section("Groups", {}, empty("No group yet", "A group is a name for nodes that work together, for example two Macs on one Thunderbolt cable.")),
-      section("New group", { className: "narrow" }, this.#form(store)),
+      !groups ? empty("Waiting for the dashboard") : groups.length ? h("ul", { class: "cards" }, groups.map(groupCard)) : section("Groups", {}, empty("No group yet", "A group is a name for nodes that work together, for example two Macs on one Thunderbolt cable.")),
+      section("New group", { className: "narrow", key: "new" }, this.#form(store)),
     ];
   }
 

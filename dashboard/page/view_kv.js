@@ -77,7 +77,7 @@ function transfers(store) {
       { head: "Bytes", number: true, cell: (transfer) => bytes(transfer.payload_bytes) },
       { head: "Took", number: true, cell: (transfer) => milliseconds(transfer.elapsed_ms) },
       { head: "Speed", number: true, cell: (transfer) => (transfer.elapsed_ms ? `${bytes((transfer.payload_bytes * 1000) / transfer.elapsed_ms)}/s` : NONE) },
-      { head: "Result", cell: (transfer) => (transfer.ok ? badge("done", "good") : badge(transfer.reason || transfer.reason_kind || "failed", "bad")) },
+      { head: "Result", className: "text", cell: (transfer) => (transfer.ok ? badge("done", "good") : [badge("failed"), h("span", { class: "soft under" }, transfer.reason || transfer.reason_kind)]) },
     ],
   });
 }

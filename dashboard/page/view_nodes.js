@@ -76,7 +76,7 @@ function roles(node) {
 function model(node) {
   const first = node.models[0];
   if (!first) return NONE;
-  return [name(first.model_id), h("span", { class: "soft under" }, node.cache?.format || first.quantization || "")];
+  return [name(first.model_id), h("span", { class: "soft under" }, name(node.cache?.format || first.quantization))];
 }
 
 function link(node) {

@@ -58,7 +58,7 @@ function jobCard(store, job) {
 
 function eta(job) {
   if (job.eta_ms) return `${job.eta_ms < 1000 ? "under 1 s" : duration(job.eta_ms / 1000)} left`;
-  return `for ${milliseconds(job.elapsed_ms)}`;
+  return job.elapsed_ms ? `for ${milliseconds(job.elapsed_ms)}` : "";
 }
 
 function workers(store) {

@@ -69,7 +69,7 @@ export class RegisterView {
         { head: "Role", cell: (node) => node.role },
         { head: "Status", cell: (node) => badge(node.status) },
         ...(nodes.some((node) => node.endpoint.address) ? [{ head: "Address", cell: (node) => name(node.endpoint.address) }] : []),
-        ...(hasKey() ? [{ head: "Forget", cell: (node) => this.#forgetButton(node) }] : []),
+        ...(hasKey() ? [{ head: "", className: "more", cell: (node) => this.#forgetButton(node) }] : []),
       ],
     });
   }

@@ -132,7 +132,7 @@ class Journal:
         match command:
             case Prefill(tokens=tokens):
                 done = self.position - self._started_at
-                return Resume(replace(command, tokens=tokens[done:]), 0) if done < len(tokens) else None
+                return Resume(replace(command, tokens=tokens[done:]), 0)
             case Decode():
                 return Resume(command, len(self._tokens))
             case Capture():

@@ -140,9 +140,7 @@ class ChildLink:
                 self.bury(interrupted)
                 raise
 
-    def ask(
-        self, request: m.Start | m.Next | m.Cancel, payloads: Sequence[memoryview] = ()
-    ) -> m.Answer:
+    def ask(self, request: m.Start | m.Next | m.Cancel, payloads: Sequence[memoryview] = ()) -> m.Answer:
         """Send a request and wait for its answer, both within the time of one step.
 
         Raises:

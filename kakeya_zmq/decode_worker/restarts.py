@@ -56,4 +56,4 @@ class RestartPolicy:
         if len(self._losses) == 1 and not self._failed_starts:
             return 0.0
         backoff_s = min(limits.backoff_max_s, limits.backoff_first_s * 2.0 ** (len(self._losses) - 1))
-        return max(0.0, self._losses[-1] + backoff_s - now)
+        return min(backoff_s, max(0.0, self._losses[-1] + backoff_s - now))

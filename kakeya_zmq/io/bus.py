@@ -11,10 +11,11 @@ and tells its owner, who asks for a snapshot over the control plane. Nothing on 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import zmq
@@ -112,15 +113,19 @@ class Publisher:
         """
         return self._subscriptions[topic] > 0
 
-    def publish(self, topic: Topic, payload: bytes) -> bool:
-        """Send to whoever subscribes to ``topic`` now; False (and counted) when the payload is too large for the bus."""
+    def publish(self, topic: Topic, payload: bytes, sequence: int = 0) -> bool:
+        """Send to whoever subscribes to ``topic`` now; False (and counted) when the payload is too large for the bus.
+
+        Args:
+            sequence: number of the message, greater than all before of its topic; 0: the next one.
+        """
         self._reactor.check_thread()
         if self._closed:
             return False
         if len(payload) > PAYLOAD_BYTES_MAX:
             self.counters["oversize"] += 1
             return False
-        self._sequences[topic] += 1
+        self._sequences[topic] = sequence or self._sequences[topic] + 1
         message = BusMessage(NodeId(self._local.node_id), topic, self._local.incarnation, self._sequences[topic], payload)
         frames = seal_message(message, self._keys[topic.group], secrets.token_bytes)
         # Never blocks: an XPUB drops what a subscriber's full queue cannot take.
@@ -214,13 +219,13 @@ class Subscriber:
         self._reactor = reactor
         self._on_message = on_message
         self._on_gap = on_gap
-        self._keys = group_keys(keys)
+        self._key = keys
+        self._opening = [group_keys(keys)]
         self._orders = {topic: SequenceTracker() for topic in topics}
-        if any(topic.group not in self._keys for topic in self._orders):
+        if any(topic.group not in self._opening[0] for topic in self._orders):
             raise LocalProtocolError("the telemetry key opens telemetry topics only")
         self._connected: set[Address] = set()
         self._closed = False
-        self._curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
         self._socket = create_socket(reactor.context, zmq.SUB, BUS_SUB)
         for topic in self._orders:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
@@ -232,12 +237,22 @@ class Subscriber:
         """The publishers asked for so far, reached or not."""
         return frozenset(self._connected)
 
-    def connect(self, address: Address) -> None:
-        """Also listen to the publisher at ``address``; libzmq keeps trying until :meth:`disconnect`. Idempotent."""
+    def use_keys(self, keys: Sequence[FleetKey]) -> None:
+        """Open what is sealed with one of these PSKs from now on; for a member, while PSKs change."""
+        self._opening = [group_keys(key) for key in keys]
+
+    def connect(self, address: Address, key: FleetKey | None = None) -> None:
+        """Also listen to the publisher at ``address``; libzmq keeps trying until :meth:`disconnect`. Idempotent.
+
+        Args:
+            key: the PSK that publisher admits; the first one given when None.
+        """
         self._reactor.check_thread()
         if address not in self._connected:
             # What is set now is what this connection keeps, also when it is made again.
-            apply_curve_client(self._socket, self._curve.public, self._curve)
+            keys = key or self._key
+            curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
+            apply_curve_client(self._socket, curve.public, curve)
             self._socket.connect(dialled(address).zmq_endpoint())
             self._connected.add(address)
 
@@ -264,7 +279,7 @@ class Subscriber:
 
     def _on_readable(self) -> None:
         try:
-            message = open_message(receive_frames(self._socket), self._keys)
+            message = self._open(receive_frames(self._socket))
         except AuthenticationError:
             self.counters["unauthentic"] += 1  # sealed with another key: dropped, as a member can't have meant it for us
             return
@@ -286,6 +301,13 @@ class Subscriber:
             if self._on_gap is not None:
                 self._on_gap(message.node_id, message.topic, observation.missed)
         self._on_message(message)
+
+    def _open(self, frames: list[bytes]) -> BusMessage:
+        *others, last = self._opening
+        for keys in others:
+            with contextlib.suppress(AuthenticationError):
+                return open_message(frames, keys)
+        return open_message(frames, last)
 
     def _on_link_event(self, event: LinkEvent) -> None:
         if event is LinkEvent.REJECTED:

@@ -179,6 +179,11 @@ class ControlClient:
         return self.address.host
 
     @property
+    def fleet_key(self) -> FleetKey:
+        """The PSK the connection is made with."""
+        return self._fleet_key
+
+    @property
     def state(self) -> LinkState:
         if self._closed:
             return LinkState.CLOSED

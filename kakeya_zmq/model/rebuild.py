@@ -51,7 +51,7 @@ class Rebuild:
         """Copy the rows of ``parts`` that are needed.
 
         Raises:
-            InvalidInput: a part overlaps an earlier one or reaches beyond ``position``.
+            InvalidInput: a part overlaps an earlier one or lies beyond ``position``.
             DataLossError: a payload has another size than its tokens need.
         """
         for part in parts:
@@ -84,8 +84,10 @@ class Rebuild:
 
     def _check(self, part: RawPart) -> None:
         key = (part.kind, part.start)
-        if key in self._seen or part.token_count < 1 or part.start + part.token_count > self.position:
-            raise InvalidInput(f"a {part.kind.name} part at {part.start} comes twice or reaches beyond {self.position}")
+        # Of rows only the first ones may be needed; a checkpoint is of one position.
+        reach = part.start + (part.token_count if part.kind is PartKind.STATE else 1)
+        if key in self._seen or part.token_count < 1 or reach > self.position:
+            raise InvalidInput(f"a {part.kind.name} part at {part.start} comes twice or lies beyond {self.position}")
         self._seen.add(key)
         if part.kind is PartKind.STATE:
             return

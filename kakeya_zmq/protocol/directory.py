@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from typing import assert_never
+from typing import Final, assert_never
 
 from kakeya_zmq.protocol.directory_values import (
     CLOCK_SKEW_NOTED_S,
@@ -45,6 +45,7 @@ from kakeya_zmq.protocol.directory_values import (
     DirectoryTick,
     Exchange,
     ExchangeEnded,
+    Expelled,
     HeldCard,
     Identity,
     OwnIdClaimed,
@@ -54,6 +55,7 @@ from kakeya_zmq.protocol.directory_values import (
     PeerGone,
     Slept,
 )
+from kakeya_zmq.protocol.identities import OTHER_KEY, IdentityBook
 from wire.cards import Card, mark_of, open_card, pack_digest, unpack_digest, unpack_marks
 from wire.errors import RemoteProtocolError
 from wire.ids import NodeId
@@ -72,6 +74,7 @@ __all__ = [
     "DirectoryTick",
     "Exchange",
     "ExchangeEnded",
+    "Expelled",
     "OwnIdClaimed",
     "PeerChanged",
     "PeerConnected",
@@ -79,6 +82,8 @@ __all__ = [
     "PeerGone",
     "Slept",
 ]
+
+OTHER_KEY_CARD: Final = "a card has another identity key than the one known here for that name"
 
 
 class Directory:
@@ -88,6 +93,7 @@ class Directory:
         node_id: our own.
         make_card: builds and signs our current card; called with the next sequence number.
         incarnation: ours, to tell our own earlier cards from those of somebody who runs under our name.
+        identities: who is bound to which key, also from earlier runs and other parts of this node; our pins only when None.
         rng: chooses whom to exchange with.
     """
 
@@ -98,12 +104,14 @@ class Directory:
         make_card: Callable[[int], bytes],
         settings: DirectorySettings | None = None,
         incarnation: int = 0,
+        identities: IdentityBook | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self._node_id = node_id
         self._make_card = make_card
         self._settings = settings or DirectorySettings()
         self._incarnation = incarnation
+        self._book = identities
         self._rng = rng or random.Random()
         self._held: dict[str, HeldCard] = {}
         self._marks: dict[bytes, str] = {}
@@ -184,6 +192,10 @@ class Directory:
         announce_due = math.inf if self._announce_due is None else self._announce_due
         return min(self._next_round, self._first_expiry, announce_due)
 
+    def forget(self, node_id: str) -> None:
+        """Let the next key that is seen for a node id be its key; what is held of it goes with its time to live."""
+        self._identities.pop(node_id, None)
+
     # --- the machine -----------------------------------------------------------------------------------------------
 
     def on(self, event: DirectoryEvent, now: float) -> list[DirectoryEffect]:
@@ -205,6 +217,8 @@ class Directory:
                 return self._announce(now)
             case Slept(seconds=seconds):
                 return self._slept(seconds, now)
+            case Expelled(identity_public_key=key, reason=reason):
+                return self._drop([name for name, held in self._held.items() if held.card.identity_public_key == key], reason)
             case DirectoryTick():
                 return [*self._expire(now), *self._round(now), *self._announce(now)]
             case _:
@@ -314,8 +328,10 @@ class Directory:
             return []
         identity = self._identities.get(node_id)
         if identity is not None and identity.public_key != card.identity_public_key:
-            text = "a card has another identity key than the one known here for that name"
-            return [CardRefused(f"two nodes are called {node_id[:64]}: {text}")]
+            return [CardRefused(f"two nodes are called {node_id[:64]}: {OTHER_KEY_CARD}")]
+        if self._book is not None and (refusal := self._book.admit(node_id, card.identity_public_key, card.roles)):
+            text = OTHER_KEY_CARD if refusal == OTHER_KEY else f"a card is not taken: {refusal}"
+            return [CardRefused(f"{node_id[:64]}: {text}")]
         if identity is not None and identity.has_expired(card):
             return []
         held = self._held.get(node_id)
@@ -390,12 +406,14 @@ class Directory:
     def _expire(self, now: float) -> list[DirectoryEffect]:
         if now < self._first_expiry:
             return []
-        gone = [node_id for node_id, held in self._held.items() if held.expires <= now]
+        return self._drop([node_id for node_id, held in self._held.items() if held.expires <= now], "its card expired")
+
+    def _drop(self, gone: list[str], reason: str) -> list[DirectoryEffect]:
         for node_id in gone:
             self._identities[node_id].expired = self._held.pop(node_id).version
             del self._marks[mark_of(node_id)]
         self._first_expiry = min((held.expires for held in self._held.values()), default=math.inf)
-        return [PeerGone(NodeId(node_id), "its card expired") for node_id in gone]
+        return [PeerGone(NodeId(node_id), reason) for node_id in gone]
 
     def _slept(self, seconds: float, now: float) -> list[DirectoryEffect]:
         """This machine was asleep while its monotonic clock stood still: cards have aged, and we have missed rounds."""

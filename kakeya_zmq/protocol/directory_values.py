@@ -91,8 +91,16 @@ class DirectoryTick:
     """``deadline()`` has passed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Expelled:
+    """Nothing that this key has signed is held any more; the book of identities takes nothing new of it."""
+
+    identity_public_key: bytes
+    reason: str
+
+
 DirectoryEvent: TypeAlias = (
-    CardsArrived | ExchangeEnded | PeerConnected | PeerDisconnected | AnnounceNow | Slept | DirectoryTick
+    CardsArrived | ExchangeEnded | PeerConnected | PeerDisconnected | AnnounceNow | Slept | DirectoryTick | Expelled
 )
 
 

@@ -66,6 +66,12 @@ class EndpointOffer:
     address: str
     network: str
     priority: int
+    generation: int = 0
+    """Of the PSK it admits; a later one is preferred, whatever the priority."""
+
+    @property
+    def preference(self) -> tuple[int, int]:
+        return self.generation, self.priority
 
 
 # --- events and effects ---------------------------------------------------------------------------------------------
@@ -151,10 +157,10 @@ class _Endpoint:
     probe_at: float = 0.0
 
     @property
-    def rank(self) -> tuple[int, float, int]:
+    def rank(self) -> tuple[int, int, float, int]:
         """Sort key, best first."""
         round_trip_ms = self.round_trip_ms if self.round_trip_ms is not None else float("inf")
-        return -self.offer.priority, round_trip_ms, self.order
+        return -self.offer.generation, -self.offer.priority, round_trip_ms, self.order
 
     @property
     def settle_s(self) -> float:
@@ -367,7 +373,7 @@ class EndpointChoice:
 
     @staticmethod
     def _worth_a_probe(endpoint: _Endpoint, used: _Endpoint) -> bool:
-        return endpoint.offer.priority >= used.offer.priority
+        return endpoint.offer.preference >= used.offer.preference
 
     @staticmethod
     def _enter(endpoint: _Endpoint, state: EndpointState, now: float) -> None:
@@ -376,8 +382,8 @@ class EndpointChoice:
 
 
 def _is_better(endpoint: _Endpoint, used: _Endpoint) -> bool:
-    if endpoint.offer.priority != used.offer.priority:
-        return endpoint.offer.priority > used.offer.priority
+    if endpoint.offer.preference != used.offer.preference:
+        return endpoint.offer.preference > used.offer.preference
     if endpoint.round_trip_ms is None or used.round_trip_ms is None:
         return False
     return endpoint.round_trip_ms < FASTER * used.round_trip_ms

@@ -61,6 +61,7 @@ from wire.codec import pack_hashes
 from wire.errors import FailureCode, RemoteProtocolError
 from wire.messages import (
     Credit,
+    Cut,
     Fetch,
     LinkCodec,
     Lookup,
@@ -243,7 +244,7 @@ class Gathering:
             self._holdings.add_tail(tail)
         self._holdings.note_known(peer.has)
 
-    def _is_own_tokens(self, tail: Tail) -> bool:
+    def _is_own_tokens(self, tail: Tail | Cut) -> bool:
         """Whether the tail's tokens are the prompt's own: only the hash of our own tokens can tell."""
         start = self._ends.get(tail.parent_hash)
         if start is None or start + tail.token_count > self._task.target:

@@ -11,9 +11,10 @@ from kakeya_zmq.protocol.estimates import LinkShare
 from kakeya_zmq.protocol.hedge import Watch
 from kakeya_zmq.protocol.prepare_values import PeerView
 from wire.codec import unpack_bitmap
-from wire.messages import LinkCodec, LookupReply, PartKind, PartRef, Tail
+from wire.messages import Cut, LinkCodec, LookupReply, PartKind, PartRef, Tail
 
 NO_LEASE = bytes(16)
+ROW_KINDS = (PartKind.FULL, PartKind.WINDOW)
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Peer:
         reply: LookupReply,
         asked: Sequence[Block],
         ends: Mapping[bytes, int],
-        is_own: Callable[[Tail], bool],
+        is_own: Callable[[Tail | Cut], bool],
     ) -> list[Block]:
         """Remember what the peer holds; nothing of it when it gave no lease, since it would send nothing.
 
@@ -75,7 +76,7 @@ class Peer:
             is_own: whether a tail's tokens are the prompt's own.
 
         Returns:
-            Tails of other prompts that go on with this prompt's tokens.
+            Tails that go on with this prompt's tokens, also those that are the beginnings of longer blocks.
 
         Raises:
             RemoteProtocolError: the reply is not one to this lookup.
@@ -99,6 +100,11 @@ class Peer:
                 presence.update(
                     PartRef(block_hash=tail.block_hash, kind=kind) for kind in PartKind if tail.kinds >> kind & 1
                 )
+        for cut in reply.cuts:
+            if cut.token_count < cut.within_tokens and is_own(cut):
+                start = ends[cut.parent_hash]
+                tails.append(Block(cut.within, cut.parent_hash, start, cut.token_count, cut.within_tokens))
+                presence.update(PartRef(block_hash=cut.within, kind=kind) for kind in ROW_KINDS if cut.kinds >> kind & 1)
         self.presence = presence
         return tails
 

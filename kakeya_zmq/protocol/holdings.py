@@ -108,9 +108,9 @@ class Holdings:
     def reach(self, has: Callable[[PartRef], bool]) -> Reach:
         """The deepest position for which ``has`` holds for every needed part."""
         best = Reach(self._best_boundary(has), self.importable)
-        if self._task.settings.import_grid_tokens:
-            return best
-        deeper = sorted(self._alternatives.values(), key=lambda chain: chain.tokens, reverse=True)
+        target, grid = self._task.target, self._task.settings.import_grid_tokens
+        usable = [chain for chain in self._alternatives.values() if not grid or chain.tokens == target]
+        deeper = sorted(usable, key=lambda chain: chain.tokens, reverse=True)
         for chain in deeper[:ALTERNATIVE_TAILS_MAX]:
             if chain.tokens <= best.position:
                 break
@@ -163,15 +163,18 @@ class Holdings:
         parts: list[WantedPart] = []
         for ref in refs:
             block = self._blocks[ref.block_hash]
-            least, most = self._task.facts.part_bytes_range(ref.kind, block.token_count)
-            parts.append(WantedPart(ref, block.parent_hash, block.start, block.token_count, least, most))
+            least, most = self._task.facts.part_bytes_range(ref.kind, block.part_tokens)
+            parts.append(WantedPart(ref, block.parent_hash, block.start, block.part_tokens, least, most))
         return tuple(parts)
 
     def add_tail(self, tail: Block) -> None:
         """Make the end of another prompt's tail a candidate position. The caller has checked its hash."""
         parents = [block for block in self.importable.blocks if block.end <= tail.start]
-        if tail.block_hash in self._blocks or tail.start + tail.token_count > self._task.target:
+        known = self._blocks.get(tail.block_hash)
+        if known is not None and not (known.stored_tokens == tail.stored_tokens and tail.token_count > known.token_count):
             return
+        if tail.end > self._task.target or (tail.stored_tokens and self._requirement.state):
+            return  # state cannot be cut
         if (parents[-1].end if parents else 0) != tail.start:
             return
         self._blocks[tail.block_hash] = tail
@@ -186,12 +189,18 @@ class Holdings:
         for start, parent_hash in starts.items():
             if start < boundary or start % block_tokens:
                 continue
-            tails = self._store.tails(parent_hash, fingerprint=self._task.fingerprint, block_tokens=block_tokens)
-            for tail in tails:
-                if start + tail.token_count > self._task.target:
-                    continue
-                if hash_tail(parent_hash, start, tail.token_count) == tail.block_hash:
-                    self.add_tail(Block(tail.block_hash, parent_hash, start, tail.token_count))
+            fingerprint = self._task.fingerprint
+            found = [
+                (tail.block_hash, Block(tail.block_hash, parent_hash, start, tail.token_count))
+                for tail in self._store.tails(parent_hash, fingerprint=fingerprint, block_tokens=block_tokens)
+            ]
+            found += [
+                (cut.block_hash, Block(cut.within, parent_hash, start, cut.token_count, cut.within_tokens))
+                for cut in self._store.cuts(parent_hash, fingerprint=fingerprint)
+            ]
+            for tail_hash, block in found:
+                if block.end <= self._task.target and hash_tail(parent_hash, start, block.token_count) == tail_hash:
+                    self.add_tail(block)
         return bool(self._alternatives)
 
     def _cut_to_budget(self, chain: Chain) -> Chain:
@@ -263,7 +272,7 @@ class Holdings:
         block = self._blocks.get(part.meta.block_hash)
         return (
             block is not None
-            and (part.meta.start, part.meta.token_count) == (block.start, block.token_count)
+            and (part.meta.start, part.meta.token_count) == (block.start, block.part_tokens)
             and part.meta.parent_hash == block.parent_hash
         )
 

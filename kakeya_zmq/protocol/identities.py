@@ -1,4 +1,4 @@
-"""Which identity key belongs to which node id, and who is not admitted: bound on first sight or by the roster, kept for good.
+"""Which identity key belongs to which node id, and who is not admitted: bound on first sight or by the roster, for good.
 
 Rules
 - The first key seen for a node id is the only one accepted for it, here and in every later run (the host keeps the book in
@@ -117,6 +117,11 @@ class IdentityBook:
 
     def is_revoked(self, public_key: bytes) -> bool:
         return public_key in self._revoked
+
+    def holds(self, public_key: bytes) -> bool:
+        """Whether a node, no mere client, is bound to this key and not revoked."""
+        known = public_key == self._own[1] or public_key in self._nodes.values()
+        return known and public_key not in self._revoked
 
     def forget(self, node_id: str) -> bool:
         """Let the next key that is seen for a node id be its key; whether there was one."""

@@ -86,6 +86,7 @@ from kakeya_zmq.protocol.inference_session import (
 )
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, PreparationOutcome, Ready, Unavailable
+from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import CapacityError, FailureCode, InvalidInput, KakeyaError, RequestFailed
 from wire.messages import (
@@ -123,6 +124,7 @@ class InferenceService:
         store: the primary's own store (hot tier).
         make_preparation: builds the preparation of one append from what the host knows of the fleet right now.
         make_chain: hashes tokens into the chain of the served tenant.
+        hash_block: hashes the tokens of one block under its parent's hash, for the same tenant.
         session_kv_bytes: live KV bytes of an engine session, as last known.
     """
 
@@ -135,6 +137,7 @@ class InferenceService:
         random_bytes: Callable[[int], bytes],
         make_preparation: Callable[[PreparationRequest, float], PromptPreparation],
         make_chain: Callable[[TokenArray], Chain],
+        hash_block: Callable[[TokenArray, bytes], bytes],
         session_kv_bytes: Callable[[str], int],
         settings: InferenceSettings | None = None,
     ) -> None:
@@ -146,6 +149,7 @@ class InferenceService:
         self._random_bytes = random_bytes
         self._make_preparation = make_preparation
         self._make_chain = make_chain
+        self._hash_block = hash_block
         self._session_kv_bytes = session_kv_bytes
         self._settings = settings or InferenceSettings()
         self._sessions: dict[str, Session] = {}
@@ -319,20 +323,38 @@ class InferenceService:
             if session.last_used + self._settings.session_idle_s <= now:
                 effects += [Count("sessions_expired"), *self._close(session, "idle for too long", now)]
             elif session.publish_at is not None and session.publish_at <= now:
-                effects += self._flush(session, now)
+                effects += self._flush(session, now, tails=True)
         return effects
 
     def flush(self, now: float) -> list[InferenceEffect]:
         """Hand over for publishing what waits for a generation that will not come: the node is going to stop."""
         waiting = [session for session in self._sessions.values() if session.pending]
         idle = [session for session in waiting if session.operation is None and session.capture is None]
-        return [effect for session in idle for effect in self._flush(session, now)]
+        return [effect for session in idle for effect in self._flush(session, now, tails=True)]
 
-    def _flush(self, session: Session, now: float) -> list[InferenceEffect]:
+    def _flush(self, session: Session, now: float, *, tails: bool = False) -> list[InferenceEffect]:
+        """Hand over what waits to be published. A tail waits on while the session is in use: the next turn is likely to
+        make a block of it, and then nobody has to send it twice.
+
+        Args:
+            tails: hand the tails over, too.
+        """
         session.publish_at = None
         pending, session.pending = session.pending, []
-        parts = self._handover.select(pending, now)
-        return [PublishParts(parts)] if parts else []
+        cuts = {cut.block_hash: cut for part in pending for cut in self._store.cuts_within(part.meta.block_hash)}
+        ready = [part for part in pending if part.meta.block_hash not in cuts]
+        if not (tails or session.closed):
+            session.pending = [part for part in ready if part.meta.token_count < self._block_tokens]
+            ready = [part for part in ready if part.meta.token_count == self._block_tokens]
+            if session.pending:
+                session.publish_at = now + self._settings.publish_delay_s
+        # A block goes along with what is said of it, although another session may have handed it over: it is not sent twice.
+        told = {cuts[part.meta.block_hash].within for part in pending if part.meta.block_hash in cuts}
+        fresh = self._handover.select(ready, now)
+        sent = {part.meta.ref for part in fresh}
+        parts = (*fresh, *(part for part in ready if part.meta.block_hash in told and part.meta.ref not in sent))
+        blocks = {part.meta.block_hash for part in parts}
+        return [PublishParts(parts, tuple(cut for cut in cuts.values() if cut.within in blocks))] if parts else []
 
     def _refuse_when_busy(self, session: Session) -> None:
         if session.operation is not None:
@@ -561,12 +583,25 @@ class InferenceService:
                     return [*effects, Count("capture_mismatches")]
                 if session.options.publish:
                     session.pending += parts
-                return [*effects, *(self._keep(parts, now) if session.options.use_local_cache else [])]
+                if session.options.use_local_cache:
+                    effects += self._keep(parts, now)
+                    self._supersede(session, parts)
+                return effects
             case CommandFailed(message=message):
                 capture.failed = True
                 return [Count("capture_failures"), Note("warning", f"new KV could not be stored: {message}")]
             case _:
                 return []
+
+    def _supersede(self, session: Session, parts: tuple[Part, ...]) -> None:
+        """Let go of tails of this session, or of others that began alike, which the new blocks contain."""
+        if self._facts.requirement.state:
+            return
+
+        def hash_tail(parent_hash: bytes, start: int, count: int) -> bytes:
+            return self._hash_block(session.history[start : start + count], parent_hash)
+
+        supersede(self._store, parts, fingerprint=self._fingerprint, hash_tail=hash_tail)
 
     def _not_encoded(self, lost_parts: int) -> list[InferenceEffect]:
         """Count parts that the codec could not store; the user is told once, however often it happens."""

@@ -16,7 +16,7 @@ from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from wire.errors import FailureCode, RequestFailed
 from wire.limits import TOKEN_BYTES
-from wire.messages import CreateSession, Explanation, Generate, PrefillPolicy, StopReason
+from wire.messages import CreateSession, Cut, Explanation, Generate, PrefillPolicy, StopReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,10 @@ def alone(body: CreateSession) -> CreateSession:
 
 @dataclass(frozen=True, slots=True)
 class PublishParts:
-    """Hand these parts to the publisher."""
+    """Hand these parts to the publisher, and tell which tails are the beginnings of their blocks."""
 
     parts: tuple[Part, ...]
+    cuts: tuple[Cut, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ from kakeya_zmq.protocol.prepare_values import (
     ValueSetter,
     WorkerView,
 )
+from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import LocalProtocolError
 from wire.messages import Explanation, PrefillPolicy, SourceKind
@@ -430,7 +431,10 @@ class PromptPreparation:
                     parts = bind_parts(self._task.chain, raw_parts)
                 except ValueError:  # parts the chain does not know cannot be kept; the session's KV is right all the same
                     return [*effects, Count("capture_mismatches")]
-                return [*effects, *self._holdings.keep_computed(parts, now)]
+                effects += self._holdings.keep_computed(parts, now)
+                if self._store is not None and not self._task.facts.requirement.state:
+                    supersede(self._store, parts, fingerprint=self._task.fingerprint, hash_tail=self._hash_tail)
+                return effects
             case CommandFailed(message=message, position=position):
                 self.position = position
                 self._failure = message

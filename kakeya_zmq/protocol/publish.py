@@ -49,7 +49,7 @@ from wire.cards import Card
 from wire.codec import unpack_bitmap
 from wire.errors import FailureCode, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
-from wire.messages import CipherSuite, Credit, PublishGrant, PublishOffer, PublishResult, ValueBytes
+from wire.messages import CipherSuite, Credit, Cut, PublishGrant, PublishOffer, PublishResult, ValueBytes
 
 _UNWILLING = frozenset({FailureCode.PERMISSION_DENIED, FailureCode.UNIMPLEMENTED, FailureCode.FAILED_PRECONDITION})
 """Answers that will be the same for everything of this namespace."""
@@ -127,6 +127,7 @@ class _Delivery:
     node_id: NodeId
     spares: tuple[NodeId, ...]
     attempt: int = 1
+    cuts: tuple[Cut, ...] = ()
     size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -197,13 +198,16 @@ class Publisher:
             case _:
                 return False
 
-    def publish(self, parts: Sequence[Part], fingerprint: bytes, peers: Sequence[NodeId], now: float) -> list[Effect]:
+    def publish(
+        self, parts: Sequence[Part], fingerprint: bytes, peers: Sequence[NodeId], now: float, cuts: Sequence[Cut] = ()
+    ) -> list[Effect]:
         """Queue parts for the peers that rendezvous ranks first.
 
         Args:
             parts: of one prompt; any order.
             fingerprint: 32 bytes.
             peers: cache peers that may hold this fingerprint.
+            cuts: tails that are the beginnings of these parts' blocks.
         """
         replicas = self._settings.replication_factor
         if not parts or not peers or replicas == 0:
@@ -216,8 +220,10 @@ class Publisher:
             return [Count("publish_dropped", len(self._batches(ordered)))]
         effects: list[Effect] = []
         for batch in self._batches(ordered):
+            hashes = {part.meta.block_hash for part in batch}
+            own = tuple(cut for cut in cuts if cut.within in hashes)[: limits.PARTS_PER_MANIFEST_MAX]
             for node_id in ranked[:replicas]:
-                effects += self._enqueue(_Delivery(fingerprint, batch, node_id, ranked[replicas:]))
+                effects += self._enqueue(_Delivery(fingerprint, batch, node_id, ranked[replicas:], cuts=own))
         return [*effects, *self._begin_waiting(now)]
 
     def on(self, event: HostEvent, now: float) -> list[Effect]:
@@ -311,6 +317,7 @@ class Publisher:
             suites=settings.suites,
             chunk_bytes_max=settings.chunk_bytes,
             link_codec=link.codec,
+            cuts=delivery.cuts,
         )
         return [Count("publish_attempts"), Ask(ask, delivery.node_id, offer, settings.delivery_timeout_s)]
 
@@ -389,7 +396,7 @@ class Publisher:
             return effects
         willing = self._willing(delivery.spares, delivery.fingerprint, now)
         node_id, *spares = willing or delivery.spares or (delivery.node_id,)
-        retry = _Delivery(delivery.fingerprint, delivery.parts, node_id, tuple(spares), delivery.attempt + 1)
+        retry = replace(delivery, node_id=node_id, spares=tuple(spares), attempt=delivery.attempt + 1)
         return [*effects, *self._enqueue(retry)]
 
     def _end(self, active: _Active, reason: str, *, ok: bool, cancel: bool) -> list[Effect]:

@@ -75,6 +75,7 @@ from wire.ids import LeaseId, NodeId
 from wire.messages import (
     CipherSuite,
     Credit,
+    Cut,
     Done,
     Fetch,
     Lookup,
@@ -251,13 +252,14 @@ class CacheService:
         held: list[PartRef] = []
         lacking: list[PartMeta] = []
         for meta in body.parts:
-            if self._store.has(ref := meta.ref):
+            if self._store.has(ref := meta.ref) or self._store.is_cut(meta, fingerprint=body.fingerprint):
                 held.append(ref)
             else:
                 lacking.append(meta)
         self._store.touch(held, now)
         counts: list[Effect] = [Count("cache_publishes")]
         if not lacking:
+            self._cut(body.fingerprint, body.cuts)
             return [*counts, SendReply(key, publish_result(0, len(held), 0, ""))]
         if (refusal := self._lane_refusal(event.node_id)) is not None:
             return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
@@ -282,6 +284,7 @@ class CacheService:
             wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
             outstanding=outstanding,
             held_lease_id=held_lease_id,
+            cuts=body.cuts,
             stored=0,
             already_held=len(held),
             refused=refused,
@@ -290,6 +293,11 @@ class CacheService:
         expected = tuple(meta for meta in body.parts if meta.ref in outstanding)
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         return [*counts, BindReceiver(lane, suite, chunk_bytes, expected, body.link_codec)]
+
+    def _cut(self, fingerprint: bytes, cuts: Sequence[Cut]) -> None:
+        """Drop tails that are beginnings of what is held now."""
+        for cut in cuts:
+            self._store.cut(cut, fingerprint=fingerprint)
 
     def _promised_bytes(self) -> int:
         """Room that publishes under way still count on."""
@@ -413,6 +421,7 @@ class CacheService:
         return [count, SendReply(transfer.key, TransferResult(sent_parts=parts, sent_bytes=sent_bytes))]
 
     def _publish_reply(self, transfer: Incoming) -> SendReply:
+        self._cut(transfer.fingerprint, transfer.cuts)
         result = publish_result(transfer.stored, transfer.already_held, transfer.refused, transfer.reason)
         return SendReply(transfer.key, result)
 

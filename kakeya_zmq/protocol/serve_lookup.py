@@ -44,6 +44,7 @@ def answer_lookup(store: BlockStore, body: Lookup, now: float, *, lease_ms_max: 
             empty = LookupReply(
                 present=(nothing, nothing, nothing),
                 tails=(),
+                cuts=(),
                 part_bytes=(0, 0, 0),
                 lease_id=NO_LEASE,
                 lease_ms=0,
@@ -56,6 +57,7 @@ def answer_lookup(store: BlockStore, body: Lookup, now: float, *, lease_ms_max: 
     reply = LookupReply(
         present=(pack_bitmap(full), pack_bitmap(window), pack_bitmap(state)),
         tails=found.tails,
+        cuts=found.cuts,
         part_bytes=found.survey.mean_bytes,
         lease_id=lease_id,
         lease_ms=lease_ms,

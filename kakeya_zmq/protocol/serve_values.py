@@ -12,7 +12,7 @@ from kakeya_zmq.protocol.effects import RequestKey
 from kakeya_zmq.store import BlockStore
 from wire import limits
 from wire.ids import LeaseId, NodeId
-from wire.messages import PartMeta, PartRef, PublishOffer, PublishResult
+from wire.messages import Cut, PartMeta, PartRef, PublishOffer, PublishResult
 
 
 class TransferPhase(Enum):
@@ -54,6 +54,8 @@ class Incoming:
     outstanding: dict[PartRef, PartMeta]
     held_lease_id: LeaseId | None
     """Ours, on the offered parts that were already held."""
+    cuts: tuple[Cut, ...]
+    """The offer's: applied when it ends, as far as their blocks are held then."""
     stored: int
     already_held: int
     refused: int
@@ -80,6 +82,14 @@ def offer_problem(body: PublishOffer, store: BlockStore, part_bytes_max: int) ->
         parent = by_hash.get(meta.parent_hash)
         if (parent is not None and parent.end != meta.start) or store.contradicts(meta, fingerprint=body.fingerprint):
             return "a part does not follow its parent block"
+    for cut in body.cuts:
+        block = by_hash.get(cut.within)
+        if (
+            block is None
+            or block.parent_hash != cut.parent_hash
+            or not cut.token_count < block.token_count == cut.within_tokens
+        ):
+            return "a cut is not the beginning of an offered block"
     if sum(meta.length_bytes for meta in body.parts) > limits.TRANSFER_BYTES_MAX:
         return f"the offer is larger than {limits.TRANSFER_BYTES_MAX} bytes"
     return ""

@@ -10,18 +10,14 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import pytest
-
-from kakeya_zmq.io.sockets import Address
-from tests.fleet_rig import wait_until
-
-pytest.importorskip("selenium", reason="selenium is not installed: run deploy/test.sh")
-
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
+
+from kakeya_zmq.io.sockets import Address
+from tests.fleet_rig import wait_until
 
 FLAGS: Final = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
@@ -53,14 +49,16 @@ _OVERFLOW: Final = """
 const wide = document.documentElement.clientWidth;
 return [...document.querySelectorAll("main *, header *")].filter((element) => {
   const box = element.getBoundingClientRect();
-  return box.width > 0 && box.right > wide + 1 && !element.closest("svg, .u-over, .unseen, .tabs");
+  return box.width > 0 && box.right + scrollX > wide + 1 && !element.closest("svg, .u-over, .unseen, .tabs");
 }).map((element) => element.outerHTML.slice(0, 160));
 """
 
 
 def chromium() -> tuple[str, str]:
     """Paths of the browser and its driver; the test is skipped, with the reason, where one is missing."""
-    browser = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+    browser = next(
+        (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    )
     driver = shutil.which("chromedriver")
     if browser is None or driver is None:
         pytest.skip("no Chromium with its chromedriver: install chromium and chromium-driver (deploy/test.sh does, as root)")
@@ -116,8 +114,7 @@ class Browser:
         return str(self.driver.execute_script(script, selector))
 
     def wait_text(self, text: str, selector: str = "main", timeout_s: float = 30.0) -> None:
-        with contextlib.suppress(StaleElementReferenceException):
-            wait_until(lambda: text in self.text(selector), f"{selector} shows {text!r}", timeout_s)
+        wait_until(lambda: text in self.text(selector), f"{selector} shows {text!r}", timeout_s)
 
     def click(self, selector: str) -> None:
         self.one(selector).click()

@@ -131,7 +131,12 @@ def test_a_killed_node_turns_stale_and_disappears(watched: WatchedFleet, browse:
 def test_a_node_registered_on_the_page_appears(watched: WatchedFleet, browse: Browse) -> None:
     browser = browse(watched.web.address)
     browser.open("register", PHONE)
-    for name, text in (("alias", "allens-mini"), ("address", "192.0.2.44:52051"), ("region", "Attic"), ("register-key", "wrong")):
+    for name, text in (
+        ("alias", "allens-mini"),
+        ("address", "192.0.2.44:52051"),
+        ("region", "Attic"),
+        ("register-key", "wrong"),
+    ):
         browser.type(f"#{name}", text)
     browser.click("#view-register button[type=submit]")
     browser.wait_text("the API key is missing or wrong", "[role=alert]")
@@ -145,7 +150,9 @@ def test_a_node_registered_on_the_page_appears(watched: WatchedFleet, browse: Br
     browser.wait_text("Expires in\n9 min")
     # A form that was sent is emptied, and nothing that was typed is kept anywhere else.
     assert browser.run("return [...document.querySelectorAll('input')].every((input) => input.value === '')")
-    assert KEY not in browser.run("return document.documentElement.outerHTML + JSON.stringify({...localStorage, ...sessionStorage})")
+    assert KEY not in browser.run(
+        "return document.documentElement.outerHTML + JSON.stringify({...localStorage, ...sessionStorage})"
+    )
     browser.go("nodes")
     browser.wait_text("pending", "#view-nodes tr:has(bdi[title=allens-mini])")
     assert "192.0.2.44" not in browser.run("return document.documentElement.outerHTML")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from daemons.decode_child import child_settings
 from kakeya_zmq.config import resolve_settings
@@ -91,14 +90,11 @@ def worker(settings: WorkerSettings, boundary: Callable[[str], None] = lambda na
 
 
 def kill(engine: DecodeWorkerEngine) -> None:
-    """SIGKILL the child, and wait until it is dead, so that what follows is repeatable."""
-    process = psutil.Process(engine.figures().pid)
-    process.kill()
-    with contextlib.suppress(psutil.TimeoutExpired):
-        process.wait(0.0)
-    # A zombie until its parent looks: its sockets are closed by then.
-    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-        pass
+    """SIGKILL the child, and wait until it is dead with all its threads, so that what follows is repeatable."""
+    process = engine._link._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process._process.wait(20)
 
 
 def stop(engine: DecodeWorkerEngine) -> None:

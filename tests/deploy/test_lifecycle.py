@@ -20,7 +20,7 @@ from wire.errors import FailureCode, RequestFailed
 
 LONG_ANSWER = 400
 """Tokens: some seconds of decoding, so that the signal comes in the middle."""
-LONG_PROMPT = 12_000
+LONG_PROMPT = 6_000
 """Tokens: some seconds of a worker's time."""
 DRAINING = ("--drain-s", "60")
 SMALL_STEPS = ("--prefill-compute-chunk-tokens", "64")

@@ -28,6 +28,8 @@ LEAK_WAIT_S: Final = 40.0
 """Above the longest lease of these fleets, and the time after which a lane gives up a frozen receiver."""
 SPARE: Final = 3
 """Descriptors and threads above the first count that are no leak yet: connections in the middle of a restart, pools."""
+COLLECTOR: Final = 7
+"""What pyzmq makes with the first zero-copy send of a process: a thread and a context, three threads in all."""
 
 
 @dataclass(slots=True)
@@ -89,12 +91,14 @@ class Kept:
 
     def _wait_small(self, name: str, node: Node) -> None:
         # Of the process that did the warm-up, in which everything was used once; a later one must not have more.
+        # In one fleet nothing can be sent before its cells.
+        spare = SPARE + (COLLECTOR if self.network is Network.WRONG_DIGESTS else 0)
         now = first = self.first.setdefault(name, _count(node.pid))
 
         def small() -> bool:
             nonlocal now
             now = _count(node.pid)
-            return now.descriptors <= first.descriptors + SPARE and now.threads <= first.threads + SPARE
+            return now.descriptors <= first.descriptors + spare and now.threads <= first.threads + spare
 
         try:
             wait_until(small, "", LEAK_WAIT_S)
@@ -110,11 +114,13 @@ class Kept:
         self.settle()
 
     def _use(self, client: Client, seed: int) -> None:
-        # Whether it succeeds is not the question here: in some of these fleets somebody breaks his word.
-        answer(client, prompt(300, seed + 1), 2, use_local_cache=False)
-        answer(client, prompt(200, seed + 2), 2, policy=PrefillPolicy.LOCAL_ONLY)
+        # Whether it succeeds is not the question here: in some of these fleets somebody breaks his word. A cache peer that
+        # has refused a publish once is not offered the next one.
+        publish = self.network is not Network.WRONG_DIGESTS
+        answer(client, prompt(300, seed + 1), 2, use_local_cache=False, publish=publish)
+        answer(client, prompt(200, seed + 2), 2, policy=PrefillPolicy.LOCAL_ONLY, publish=publish)
         wait_published(client)
-        if self.network is not Network.WRONG_DIGESTS:
+        if publish:
             self.fleet.wait_card("cache", lambda row: row.get("cache_entries", 0) > 0, "the cache's card tells of it")
         answer(client, prompt(200, seed + 2), 2, use_local_cache=False, publish=False)
 
@@ -215,7 +221,6 @@ class Fleets:
                 fleet.add("cache")
             case Network.FORGETFUL:
                 fleet.add("primary", *PRIMARY_FLAGS)
-                fleet.add("worker")
                 fleet.add("cache", program=("tests.faults.rogue_cache", FORGETS))
             case _:
                 fleet.add("primary", *PRIMARY_FLAGS)

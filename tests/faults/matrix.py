@@ -168,7 +168,7 @@ MATRIX: Final[dict[Fault, dict[Step, Entry]]] = {
     Fault.EXPIRED: _only(
         _NO_LEASE,
         LOOKUP=Never("a lease begins with the answer to the lookup"),
-        LEASE=Cell((FALLBACKS, FETCH_FAILED), "cache cache fetch failed", network=Network.FORGETFUL),
+        LEASE=Cell((FALLBACKS, FETCH_FAILED), "cache cache no longer held", network=Network.FORGETFUL),
         FETCH=Never("the holder renews the lease of a running fetch, and its sender keeps the parts in any case"),
         DECODE=_QUIET,
     ),

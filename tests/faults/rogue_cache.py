@@ -9,7 +9,7 @@ It is the real daemon with one thing changed:
 - ``silent``: it grants a transfer and sends nothing
 - ``dies``: it sends half of the parts and is gone
 - ``boasts``: it claims to hold everything it is asked for
-- ``forgets``: its leases are over after a moment, whatever was asked for
+- ``forgets``: a lease is over as soon as the lookup is answered
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kakeya_zmq.blocks import Part
 from kakeya_zmq.protocol import effects as fx
 from kakeya_zmq.protocol.serve import CacheService
 from wire.codec import pack_bitmap
+from wire.ids import LeaseId
 from wire.limits import HASH_BYTES
 from wire.messages import Lookup, LookupReply
 
 MODES = ("wrong-bytes", "short-parts", "few-parts", "strange-parts", "silent", "dies", "boasts")
 FORGETS = "forgets"
-FORGETS_AFTER_MS = 300
 
 
 def flipped(part: Part) -> Part:
@@ -96,17 +96,21 @@ def _boasting(honest: Any) -> Any:
 
 
 def _forgetting(honest: Any) -> Any:
-    def start(service: CacheService, *arguments: Any, **options: Any) -> None:
-        honest(service, *arguments, **{**options, "lease_ms_max": FORGETS_AFTER_MS})
+    def on(service: CacheService, event: Any, now: float) -> Sequence[Any]:
+        effects = honest(service, event, now)
+        for effect in effects:
+            if isinstance(effect, fx.SendReply) and isinstance(effect.body, LookupReply):
+                service._store.release(LeaseId(effect.body.lease_id))
+        return list(effects)
 
-    return start
+    return on
 
 
 if __name__ == "__main__":
     chosen = sys.argv[1]
     assert chosen in (*MODES, FORGETS)
     if chosen == FORGETS:
-        CacheService.__init__ = _forgetting(CacheService.__init__)  # type: ignore[method-assign]
+        CacheService.on = _forgetting(CacheService.on)  # type: ignore[method-assign]
     elif chosen == "boasts":
         CacheService.on = _boasting(CacheService.on)  # type: ignore[method-assign]
     else:

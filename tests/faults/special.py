@@ -5,7 +5,6 @@ Each is a function that makes the fault happen at its step and gives what the us
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ from tests import fleet_rig as rig
 from tests.faults.matrix import Fault, Step
 from tests.faults.requests import COUNT, Asking
 from tests.faults.scenes import DEADLINE_S, LONG_ANSWER, STRIKE_AT, Outcome, figure_of
-from tests.fleet_rig import Answer, Fleet, Reference, answer, ask, figure, prompt, wait_published, wait_until
+from tests.fleet_rig import Answer, Fleet, Reference, answer, ask, prompt, wait_published
 from wire.messages import PrefillPolicy, SourceKind
 
 SMALL_GB = "0.001"
@@ -199,21 +198,10 @@ def running_a_job_with_wrong_digests(case: Case) -> Outcome:
 
 
 def fetching_after_the_lease(case: Case) -> Outcome:
-    """The lookup also waits for a frozen worker; meanwhile the cache peer forgets the lease."""
     tokens = case.tokens()
-    with rig.worker_only(case.client) as session:
-        session.append(case.tokens(200, other=1), timeout_s=DEADLINE_S)
-    case.computed_here(tokens[:320])
+    case.computed_here(tokens)
     case.wait_for_the_caches_card()
-    case.fleet.wait_card("worker", lambda row: row.get("cache_entries", 0) > 0, "the worker's card tells of its cache")
-    with case.fleet["cache"].client() as cache:
-        case.fleet["worker"].signal(signal.SIGSTOP)
-        request = Asking(case.client, tokens, DEADLINE_S, use_local_cache=False, publish=False)
-        wait_until(lambda: figure(cache, "cache", "leases") >= 1, "the cache has leased its blocks")
-        wait_until(lambda: figure(cache, "cache", "leases") == 0, "the lease is over")
-        assert request.running
-        case.fleet["worker"].signal(signal.SIGCONT)
-    return case.outcome(request.result(), tokens)
+    return case.outcome(case.again(tokens), tokens)
 
 
 # --- clocks ----------------------------------------------------------------------------------------------------------

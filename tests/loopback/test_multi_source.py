@@ -187,7 +187,8 @@ def test_when_one_of_two_sources_dies_within_the_fetch_what_arrived_is_kept(slow
             asking.join(60)
         (found,) = said
         assert found.tokens == reference.answer(tokens, COUNT)
-        assert "cache cache2 broke off a transfer: the connection broke" in found.reasons
+        ended = ("cache cache2 broke off a transfer", "cache cache2 fetch failed")  # whichever is noticed first
+        assert any(text in found.reasons for text in ended), found.reasons
         kept, computed = found.reused[SourceKind.REMOTE_CACHE], found.reused[SourceKind.COMPUTED]
         assert kept >= SPREAD[0] - 1
         assert kept + computed == len(tokens) - 1

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.cells import cell_len
 
@@ -17,7 +18,7 @@ from wire.keys import FleetKey
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
-FLAGS = ("--telemetry-interval-s", "0.2")
+FLAGS = ("--telemetry-interval-s", "1")
 HOSTILE = "[b]機械\u202e🚀\x1b[2J"
 
 
@@ -117,15 +118,17 @@ def test_the_bus_is_lost_and_returns(fleet: Fleet, terminal: Pane) -> None:
     # On other ports than before: what the nodes leave under the home tells them.
     for node in fleet.nodes.values():
         node.forget_address()
-    fleet.heal()
+    fleet["cache"].launch()
     screen = terminal.wait(lambda screen: "BUS IS BACK after" in screen, "the return of the bus")
     assert "SILENT" not in screen
+    fleet["cache"].wait_ready()
+    fleet.heal()
     terminal.wait(lambda screen: "2 online" in screen and "stale" not in screen, "both nodes again")
     terminal.press("q")
     terminal.wait_for(PROMPT.strip())
 
 
-@pytest.mark.parametrize("way", ["C-c", "C-z"])
+@pytest.mark.parametrize("way", ["C-c", "C-z", pytest.param("SIGTERM", marks=pytest.mark.slow)])
 def test_the_terminal_is_afterwards_as_it_was(fleet: Fleet, terminal: Pane, way: str) -> None:
     terminal.type("stty -g; echo before\n")
     before = [line for line in terminal.wait(lambda screen: "\nbefore\n" in screen, "the echo").split("\n") if line]
@@ -133,7 +136,11 @@ def test_the_terminal_is_afterwards_as_it_was(fleet: Fleet, terminal: Pane, way:
     terminal.run("top")
     terminal.wait_for("2 online")
     assert (terminal.state("alternate_on"), terminal.state("cursor_flag")) == ("1", "0")
-    terminal.press(way)
+    if way == "SIGTERM":
+        (process,) = psutil.Process(int(terminal.state("pane_pid"))).children()
+        process.terminate()
+    else:
+        terminal.press(way)
     terminal.wait(lambda screen: screen.rstrip().endswith(PROMPT.strip()), "the prompt")
     assert (terminal.state("alternate_on"), terminal.state("cursor_flag"), terminal.state("wrap_flag")) == ("0", "1", "1")
     terminal.type("stty -g; echo after\n")
@@ -167,6 +174,7 @@ def test_an_ascii_terminal_without_colours_gets_neither(fleet: Fleet, terminal: 
     terminal.wait_for(PROMPT.strip())
 
 
+@pytest.mark.slow
 def test_a_dumb_terminal_gets_frames_as_lines(fleet: Fleet, terminal: Pane) -> None:
     terminal.run("top", "--refresh-s", "0.2", "--topic", "node", before="TERM=dumb")
     terminal.wait(lambda screen: screen.count("NODES") > 1 and "2 online" in screen, "frames one below the other")

@@ -22,7 +22,7 @@ from tests.fleet_rig import PROJECT, Fleet, clean_environment, kept_fleet, model
 from wire.errors import ConfigError, RequestFailed, SecretFileError
 from wire.keys import FleetKey, TelemetryKey, write_secret_file
 
-FLAGS = ("--telemetry-interval-s", "0.2")
+FLAGS = ("--telemetry-interval-s", "1")
 
 
 @pytest.fixture(scope="module")

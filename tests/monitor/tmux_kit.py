@@ -7,12 +7,15 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from tests.fleet_rig import PROJECT, clean_environment, wait_until
+from tests.fleet_rig import PROJECT, clean_environment
 
 PROMPT = "ready$ "
+WAIT_S = 60.0
+LOOK_S = 0.05
 
 
 class Pane:
@@ -71,17 +74,10 @@ class Pane:
 
     def wait(self, condition: Callable[[str], bool], what: str) -> str:
         """Wait until the screen fits; the screen."""
-        seen = ""
-
-        def fits() -> bool:
-            nonlocal seen
-            seen = "\n".join(self.lines())
-            return condition(seen)
-
-        try:
-            wait_until(fits, what, 60.0)
-        except AssertionError as error:
-            raise AssertionError(f"{error}; on the screen:\n{seen}") from None
+        deadline = time.monotonic() + WAIT_S
+        while not condition(seen := "\n".join(self.lines())):
+            assert time.monotonic() < deadline, f"timed out after {WAIT_S:.0f} s: {what}; on the screen:\n{seen}"
+            time.sleep(LOOK_S)  # looking starts a process each time
         return seen
 
     def wait_for(self, text: str) -> str:

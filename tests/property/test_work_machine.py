@@ -95,9 +95,13 @@ class WorkMachine(RuleBasedStateMachine):
 
     @rule(choice=pick, count=st.integers(1, 6), seconds=st.floats(0, 2))
     def engine_steps(self, choice: int, count: int, seconds: float) -> None:
+        failures = self.host.counts.get("import_failures", 0)
         for _ in range(count):
             self.host.now += seconds
             self.host.step(choice)
+        if self.host.counts.get("import_failures", 0) > failures:
+            for refs in self.leases.values():  # a bad part is dropped also out of leases
+                refs.intersection_update([ref for ref in refs if self.host.store.has(ref)])
 
     @rule(imports=st.booleans(), prefill=st.sampled_from([None, None, 0, 32, 64]))
     def engine_mood(self, imports: bool, prefill: int | None) -> None:

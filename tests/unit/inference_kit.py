@@ -75,6 +75,7 @@ from tests.unit.preparation_kit import (
     TENANT_KEY,
     chain_of,
     facts_of,
+    is_payload_of,
     kinds_of,
     new_store,
     payload_of,
@@ -155,6 +156,7 @@ class InferenceHost:
             random_bytes=lambda count: next(names).to_bytes(count, "big"),
             make_preparation=self.make_preparation,
             make_chain=chain_of,
+            hash_block=lambda tokens, parent: block_hash(tokens, FINGERPRINT, parent, TENANT_KEY),
             session_kv_bytes=lambda name: len(self.engines.get(name, ())),
             settings=settings,
         )
@@ -410,8 +412,7 @@ class InferenceHost:
         tokens = np.array(self.coming(command.session_id)[: command.position], np.int32)
         chain = chain_of(tokens)
         assert len(command.parts) == len(needed_parts(chain, command.position, self.requirement))
-        for part in command.parts:
-            assert part.payload == payload_of(tokens, part.start, part.token_count, part.kind), "KV of other tokens"
+        assert all(is_payload_of(part, tokens) for part in command.parts), "KV of other tokens"
         held[:] = tokens.tolist()
         return PrefixImported(command.session_id, command.position, 1.0)
 

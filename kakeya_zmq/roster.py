@@ -1,0 +1,259 @@
+"""The roster ``fleet.toml``: who belongs to the fleet, what each node may do, and how much room each tenant has.
+
+    clients = true                      # whether clients that are not listed may use a primary (default: yes)
+
+    [nodes.mac-mini]
+    key = "64 hexadecimal digits"       # `kakeya key show` on that machine
+    roles = ["primary"]                 # primary, worker, cache
+    tenants = ["default"]               # whose KV it may look up, publish and compute (default: none)
+    admin = true                        # whether it may revoke others (default: no)
+
+    [tenants.default]
+    quota_gb = 8.0                      # room in each store (default: no bound of its own)
+
+Without a roster every holder of the PSK is a member and acts for every tenant. With one only the nodes on it are admitted,
+each under its key and in its roles.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kakeya_zmq.compat import Compatibility
+from kakeya_zmq.protocol.identities import CLIENT_ROLES
+from wire.cards import Card
+from wire.errors import ConfigError
+from wire.keys import KEY_BYTES
+from wire.limits import GIB, NAME_CHARACTERS_MAX
+from wire.messages import (
+    AppendTokens,
+    CloseSession,
+    CreateSession,
+    ExchangeCards,
+    Generate,
+    GetRequests,
+    GetSession,
+    GetStatus,
+    PublishOffer,
+    RequestBody,
+    SubmitJob,
+)
+
+ROSTER_FILE: Final = "fleet.toml"
+FILE_BYTES_MAX: Final = 1024 * 1024
+ROLES: Final = ("primary", "worker", "cache")
+NAMESPACES_MAX: Final = 1024
+"""Namespaces whose tenant is remembered; the one heard of longest ago goes first."""
+
+NOT_LISTED: Final = "the node is not on the roster"
+OTHER_KEY_LISTED: Final = "the roster has another identity key for the node"
+ROLE_NOT_LISTED: Final = "the node claims a role that the roster does not give it"
+FOREIGN_TENANT: Final = "the roster does not let this node act for that tenant"
+CLIENTS_ONLY_ASK: Final = "a client that is not on the roster may use sessions and read the status, nothing else"
+
+_SECONDARY_ROLES: Final = frozenset({"cache-holder", "client"})
+"""What nodes add to their role by themselves."""
+_CLIENT_REQUESTS: Final = (
+    CreateSession,
+    AppendTokens,
+    Generate,
+    CloseSession,
+    GetSession,
+    GetStatus,
+    GetRequests,
+    ExchangeCards,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RosterNode:
+    """One listed node."""
+
+    public_key: bytes
+    roles: frozenset[str]
+    tenants: frozenset[str]
+    admin: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The content of the file."""
+
+    nodes: Mapping[str, RosterNode]
+    clients: bool = True
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    """Tenant → bytes in each store."""
+
+    @classmethod
+    def load(cls, path: Path) -> Roster:
+        """Read it.
+
+        Raises:
+            ConfigError: it cannot be read, or something in it does not fit; the line names what.
+        """
+        try:
+            with path.open("rb") as file:
+                data = file.read(FILE_BYTES_MAX + 1)
+            if len(data) > FILE_BYTES_MAX:
+                raise ConfigError(f"the roster {path} is too large")
+            document = tomllib.loads(data.decode("utf-8"))
+        except OSError as error:
+            raise ConfigError(f"the roster {path} cannot be read: {error.strerror or 'unknown error'}") from None
+        except (ValueError, RecursionError) as error:
+            text = " ".join(str(error).split())[:120]
+            raise ConfigError(f"the roster {path} is not TOML: {text}") from None
+        return cls.parse(document)
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> Roster:
+        """The roster in a TOML document.
+
+        Raises:
+            ConfigError: something does not fit.
+        """
+        _only(document, {"clients", "nodes", "tenants"}, "the roster")
+        nodes = {name: _node(name, row) for name, row in _table(document, "nodes").items()}
+        keys = [node.public_key for node in nodes.values()]
+        if len(set(keys)) < len(keys):
+            raise ConfigError("two nodes of the roster have the same key", remedy="every node has a key of its own")
+        quotas = {name: _quota(name, row) for name, row in _table(document, "tenants").items()}
+        return cls(nodes, _flag(document, "clients", True, "the roster"), {n: q for n, q in quotas.items() if q})
+
+    def judge(self, node_id: str, public_key: bytes, roles: Collection[str]) -> str:
+        """Why a node is not admitted (fixed text), or an empty text."""
+        listed = self.nodes.get(node_id)
+        if listed is None:
+            return "" if self.clients and tuple(roles) == CLIENT_ROLES else NOT_LISTED
+        if listed.public_key != public_key:
+            return OTHER_KEY_LISTED
+        return "" if set(roles) - _SECONDARY_ROLES <= listed.roles else ROLE_NOT_LISTED
+
+    def may_revoke(self, public_key: bytes) -> bool:
+        return any(node.admin and node.public_key == public_key for node in self.nodes.values())
+
+    def acts_for(self, node_id: str, tenant: str) -> bool:
+        node = self.nodes.get(node_id)
+        return node is not None and tenant in node.tenants
+
+
+class Access:
+    """What members may do to a store and a worker: everything without a roster, and by its words with one.
+
+    A fingerprint is the hash of a compatibility tuple that has the tenant in it, so a card that tells the tuple *proves* whose
+    namespace it is, whoever signed the card. What nobody has proven belongs to nobody: it is answered like what is not there.
+    """
+
+    def __init__(self) -> None:
+        self.roster: Roster | None = None
+        self._tenants: dict[bytes, str] = {}
+
+    def learn(self, card: Card) -> None:
+        """Take note of the namespaces that a card proves."""
+        tuples = [model.compatibility for model in card.models]
+        if card.worker is not None:
+            tuples.append(card.worker.compatibility)
+        for values in tuples:
+            self.learn_tuple(values)
+
+    def learn_tuple(self, values: Mapping[str, Any]) -> None:
+        """Take note of one namespace; what is no compatibility tuple is ignored."""
+        fields = Compatibility.__dataclass_fields__
+        if not fields.keys() <= values.keys():
+            return
+        compatibility = Compatibility(**{name: values[name] for name in fields})
+        fingerprint = compatibility.fingerprint()
+        if fingerprint not in self._tenants and len(self._tenants) >= NAMESPACES_MAX:
+            del self._tenants[next(iter(self._tenants))]
+        self._tenants[fingerprint] = compatibility.tenant_namespace
+
+    def tenant_of(self, fingerprint: bytes) -> str | None:
+        """Whose namespace it is; None when nobody has proven it."""
+        return self._tenants.get(fingerprint)
+
+    def hides(self, node_id: str, fingerprint: bytes) -> bool:
+        """Whether a namespace does not exist for this node."""
+        if self.roster is None:
+            return False
+        tenant = self._tenants.get(fingerprint)
+        return tenant is None or not self.roster.acts_for(node_id, tenant)
+
+    def refusal(self, node_id: str, roles: Collection[str], body: RequestBody) -> str:
+        """Why a request is refused (fixed text), or an empty text. Lookups are not refused: they find nothing."""
+        roster = self.roster
+        if roster is None:
+            return ""
+        if tuple(roles) == CLIENT_ROLES and node_id not in roster.nodes and not isinstance(body, _CLIENT_REQUESTS):
+            return CLIENTS_ONLY_ASK
+        if isinstance(body, PublishOffer | SubmitJob) and self.hides(node_id, body.fingerprint):
+            return FOREIGN_TENANT
+        return ""
+
+    def quota_bytes(self, fingerprint: bytes, usage: Mapping[bytes, int]) -> int | None:
+        """Bytes that a namespace may take: what its tenant's others leave of the tenant's quota; None: no bound."""
+        tenant = self._tenants.get(fingerprint)
+        quota = self.roster.quotas.get(tenant) if self.roster is not None and tenant is not None else None
+        if quota is None:
+            return None
+        others = sum(used for other, used in usage.items() if other != fingerprint and self._tenants.get(other) == tenant)
+        return max(0, quota - others)
+
+
+# --- reading -----------------------------------------------------------------------------------------------------
+
+
+def _node(name: str, row: Any) -> RosterNode:
+    where = f"node {name[:64]!r} of the roster"
+    if not isinstance(row, dict) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
+        raise ConfigError(f"{where} is not a table", remedy="write [nodes.NAME]")
+    _only(row, {"key", "roles", "tenants", "admin"}, where)
+    try:
+        key = bytes.fromhex(row.get("key", ""))
+    except (ValueError, TypeError):
+        key = b""
+    if len(key) != KEY_BYTES:
+        raise ConfigError(f"{where} has no key", remedy=f"key = {2 * KEY_BYTES} hexadecimal digits; see `kakeya key show`")
+    roles = _names(row, "roles", where)
+    if not roles <= set(ROLES):
+        raise ConfigError(f"{where} has an unknown role", remedy=f"one of: {', '.join(ROLES)}")
+    return RosterNode(key, roles, _names(row, "tenants", where), _flag(row, "admin", False, where))
+
+
+def _quota(name: str, row: Any) -> int:
+    where = f"tenant {name[:64]!r} of the roster"
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} is not a table", remedy="write [tenants.NAME]")
+    _only(row, {"quota_gb"}, where)
+    quota = row.get("quota_gb", 0)
+    if isinstance(quota, bool) or not isinstance(quota, int | float) or not 0 <= quota <= 4096:
+        raise ConfigError(f"{where}: quota_gb is not a number of GiB")
+    return int(quota * GIB)
+
+
+def _only(row: Mapping[str, Any], known: set[str], where: str) -> None:
+    if unknown := sorted(set(row) - known):
+        raise ConfigError(f"{where} has an unknown entry {unknown[0][:40]!r}", remedy=f"known: {', '.join(sorted(known))}")
+
+
+def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = document.get(name, {})
+    if not isinstance(table, dict):
+        raise ConfigError(f"{name!r} of the roster is not a table")
+    return table
+
+
+def _names(row: Mapping[str, Any], name: str, where: str) -> frozenset[str]:
+    values = row.get(name, [])
+    if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
+        raise ConfigError(f"{where}: {name} is not a list of names")
+    return frozenset(values)
+
+
+def _flag(row: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    value = row.get(name, default)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: {name} is not true or false")
+    return value

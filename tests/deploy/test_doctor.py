@@ -1,0 +1,309 @@
+"""Faults are planted, and `kakeya doctor` finds each, names the remedy and says so by its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from daemons.command import main
+from daemons.doctor.finding import Finding, Level
+from daemons.doctor.machine import judge_budgets, judge_disk
+from daemons.doctor.model import Speed, judge_probe, judge_speed
+from daemons.doctor.network import NodeView, Reach
+from daemons.doctor.network_findings import judge_nodes, judge_reach
+from daemons.doctor.services import judge_unit
+from daemons.doctor.software import judge_packages, judge_python
+from tests.fleet_rig import PROJECT, Fleet, kept_fleet, model_folder, run_kakeya, wait_until
+from wire.keys import FleetKey, write_secret_file
+from wire.limits import GIB
+
+CLEAN = ("KAKEYA_LAUNCH_AGENTS", "XDG_CONFIG_HOME")
+
+
+class Doctor:
+    """The command, run in this process on a home of its own."""
+
+    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.home = home
+        self._capsys = capsys
+
+    def findings(self, *arguments: str, quick: bool = True) -> list[dict[str, str]]:
+        code = main(["doctor", "--json", *(["--quick"] if quick else []), *arguments])
+        told = json.loads(self._capsys.readouterr().out.splitlines()[-1])
+        found: list[dict[str, str]] = told["findings"]
+        assert code == (1 if any(row["level"] == "problem" for row in found) else 0)
+        return found
+
+    def one(self, words: str, *arguments: str, quick: bool = True) -> dict[str, str]:
+        """The finding whose text has these words; it must have a remedy."""
+        found = self.findings(*arguments, quick=quick)
+        matching = [row for row in found if words in row["text"]]
+        assert matching, found
+        assert matching[0]["remedy"]
+        return matching[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
+    for name in [name for name in os.environ if name.startswith("KAKEYA_")]:
+        monkeypatch.delenv(name)
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    monkeypatch.setenv("KAKEYA_HOME", str(home))
+    monkeypatch.setenv("KAKEYA_LAUNCH_AGENTS", str(tmp_path / "agents"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    # The usual ports may be taken by whatever else runs on this machine.
+    ports = {role: _free_port() for role in ("primary", "worker", "cache")}
+    lines = [f'[{role}]\nbind = "127.0.0.1:{port}"\ncache_gb = 0.5\n' for role, port in ports.items()]
+    (home / "kakeya.toml").write_text("\n".join(lines))
+    write_secret_file(home / "fleet.psk", FleetKey.generate())
+    return Doctor(home, capsys)
+
+
+# --- this machine ------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_in_order_has_no_problems(doctor: Doctor) -> None:
+    found = doctor.findings()
+    assert [row for row in found if row["level"] == "problem"] == []
+    assert {"python", "packages", "settings", "keys", "disk", "memory", "ports", "services"} <= {r["subject"] for r in found}
+    assert all(bool(row["remedy"]) == (row["level"] != "ok") for row in found)
+
+
+def test_a_missing_fleet_key(doctor: Doctor) -> None:
+    (doctor.home / "fleet.psk").unlink()
+    assert "kakeya key new" in doctor.one("no fleet key")["remedy"]
+
+
+@pytest.mark.parametrize("name", ["fleet.psk", "network_api_key", "nodes/n/identity.key", "tenants/t.key"])
+def test_a_key_that_others_can_read(doctor: Doctor, name: str) -> None:
+    path = doctor.home / name
+    if not path.exists():
+        write_secret_file(path, b"0" * 64)
+    path.chmod(0o644)
+    assert "chmod 600" in doctor.one("open to other users")["remedy"]
+
+
+def test_a_broken_telemetry_key(doctor: Doctor) -> None:
+    write_secret_file(doctor.home / "telemetry.key", b"nonsense")
+    found = [row for row in doctor.findings() if row["level"] == "problem"]
+    assert [row["subject"] for row in found] == ["keys"]
+    assert found[0]["remedy"]
+
+
+def test_a_folder_of_keys_that_others_may_write_to(doctor: Doctor) -> None:
+    doctor.home.chmod(0o777)
+    assert "chmod go-w" in doctor.one("others may write")["remedy"]
+
+
+def test_a_misspelt_setting(doctor: Doctor) -> None:
+    (doctor.home / "kakeya.toml").write_text("cache_bg = 1.0\n")
+    assert "cache_gb" in doctor.one("unknown setting 'cache_bg'")["remedy"]
+
+
+def test_a_taken_port_and_who_has_it(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setenv("KAKEYA_BIND", f"127.0.0.1:{other.getsockname()[1]}")
+        found = doctor.one("is taken by")
+    assert f"(process {os.getpid()})" in found["text"]
+    assert "--bind" in found["remedy"]
+
+
+def test_an_address_of_another_machine(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_BIND", "192.0.2.1:51051")
+    assert "--bind" in doctor.one("cannot be bound")["remedy"]
+
+
+def test_a_missing_model(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_MODEL", str(doctor.home / "nothing"))
+    found = [row for row in doctor.findings() if row["subject"] == "model"]
+    assert found
+    assert all(row["level"] == "problem" and row["remedy"] for row in found)
+
+
+def test_a_cache_larger_than_the_machine(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_CACHE_GB", "4000")
+    assert "--adaptive-cache" in doctor.one("this machine has")["remedy"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux wheels of MLX have a slow BLAS")
+def test_a_slow_blas(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLX is imported before OpenBLAS is loaded, as a careless site customisation would do."""
+    (tmp_path / "sitecustomize.py").write_text("import mlx.core\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{PROJECT}")
+    found = doctor.one("computes slowly", quick=False)
+    assert "cmeel-openblas" in found["remedy"]
+    assert found["level"] == "problem"
+
+
+def test_an_agent_that_is_not_loaded_or_died(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    programs, agents = tmp_path / "bin", tmp_path / "agents"
+    programs.mkdir()
+    agents.mkdir()
+    for name in ("ai.kakeya.prefill-worker", "ai.kakeya.prefill-network"):
+        (agents / f"{name}.plist").touch()
+    fake = programs / "launchctl"
+    died = 'printf "\\tstate = not running\\n\\tlast exit code = 4\\n"'
+    fake.write_text(f'#!/bin/sh\ncase "$2" in *worker) {died} ;; *) exit 113 ;; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    found = doctor.findings()
+    texts = {row["text"]: row["remedy"] for row in found if row["subject"] == "services"}
+    assert "launchctl bootstrap" in texts["ai.kakeya.prefill-network is installed and not loaded"]
+    assert "kakeya logs" in texts["ai.kakeya.prefill-worker does not run, its last exit code is 4"]
+
+
+# --- the fleet ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_not_there(doctor: Doctor) -> None:
+    assert "start the node" in doctor.one("nothing listens", "--address", f"127.0.0.1:{_free_port()}")["remedy"]
+
+
+def test_something_else_listens_there(doctor: Doctor) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        assert doctor.one("does not answer as a node", "--address", f"127.0.0.1:{other.getsockname()[1]}")
+
+
+@pytest.fixture(scope="module")
+def sick_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """A primary, and a worker whose cache policy differs and whose memory is said to be full."""
+    levels = ("--memory-warning-gb", "0.01", "--memory-drain-gb", "0.01", "--memory-unhealthy-gb", "100")
+    flags = ("--kv-policy", "sink-window", "--window", "128", "--memory-poll-s", "0.2", *levels)
+    with kept_fleet(request, model_folder(tmp_path_factory), tmp_path_factory.mktemp("sick")) as fleet:
+        fleet.start("primary", "worker", worker=flags)
+        with fleet["worker"].client() as client:
+            wait_until(lambda: client.status().sections["memory"]["level"] == "drain", "the worker is short of memory")
+        yield fleet
+
+
+def _asked(doctor: Doctor, fleet: Fleet) -> list[dict[str, str]]:
+    shutil.copy2(fleet.psk_file, doctor.home / "fleet.psk")
+    addresses = [word for node in fleet.nodes.values() for word in ("--address", node.address)]
+    return doctor.findings(*addresses)
+
+
+def test_another_namespace_is_named_field_by_field(doctor: Doctor, sick_fleet: Fleet) -> None:
+    (found,) = [row for row in _asked(doctor, sick_fleet) if row["subject"] == "namespace"]
+    assert found["level"] == "problem"
+    assert "sink_size, window_size differ" in found["text"]
+    assert "--kv-policy" in found["remedy"]
+
+
+def test_a_node_that_is_short_of_memory(doctor: Doctor, sick_fleet: Fleet) -> None:
+    rows = [row for row in _asked(doctor, sick_fleet) if row["subject"] == "memory" and row["level"] == "problem"]
+    assert [row["text"] for row in rows] == ["worker takes no new work: its memory is nearly full (drain)"]
+    assert "--memory-drain-gb" in rows[0]["remedy"]
+
+
+def test_the_links_of_a_fleet_are_told_with_their_round_trips(doctor: Doctor, sick_fleet: Fleet) -> None:
+    rows = [row["text"] for row in _asked(doctor, sick_fleet) if row["subject"] == "links"]
+    assert any(text.startswith("primary to worker: ") and text.endswith(" ms") for text in rows), rows
+
+
+def test_another_fleet_key(doctor: Doctor, sick_fleet: Fleet) -> None:
+    found = doctor.one("another fleet key", "--address", sick_fleet["primary"].address)
+    assert "fleet.psk" in found["remedy"]
+
+
+def test_the_real_command_tells_people_and_exits_with_1(doctor: Doctor) -> None:
+    (doctor.home / "fleet.psk").unlink()
+    done = run_kakeya("doctor", "--quick", home=doctor.home)
+    assert done.returncode == 1
+    assert "PROBLEM  keys: there is no fleet key" in done.stdout
+    assert "→ run `kakeya key new`" in done.stdout
+
+
+# --- faults that cannot be planted here: judged from what such a machine would tell --------------------------------------
+
+
+def test_macos_local_network_permission() -> None:
+    """nc connects and Python gets errno 65."""
+    found = judge_reach("192.0.2.1:53051", Reach(65, others_connect=True), platform="darwin")
+    assert found is not None
+    assert "Local Network" in found.remedy
+    plain = judge_reach("192.0.2.1:53051", Reach(65, others_connect=False), platform="darwin")
+    assert plain is not None
+    assert "Local Network" not in plain.remedy
+    assert judge_reach("192.0.2.1:53051", Reach(0)) is None
+
+
+def _view(name: str, **rows: dict[str, Any]) -> NodeView:
+    return NodeView("192.0.2.1:1", name, {"node": {"state": "serving", "software": "kakeya-zmq 1"}}, rows)
+
+
+def _problems(findings: Iterator[Finding]) -> list[Finding]:
+    found = [finding for finding in findings if finding.level is not Level.OK]
+    assert all(finding.remedy for finding in found)
+    return found
+
+
+def test_a_wrong_clock_a_slow_link_and_one_way_reachability() -> None:
+    up = {"state": "up", "network": "thunderbolt", "round_trip_ms": 0.5}
+    (skewed,) = _problems(judge_nodes([_view("a", b={**up, "clock_skew_ms": -60_000})]))
+    assert "the clock of b is 60 s behind that of a" in skewed.text
+    (slow,) = _problems(judge_nodes([_view("a", b={**up, "round_trip_ms": 40.0})]))
+    assert "slow for thunderbolt" in slow.text
+    crawling = _view("a", b=up)
+    crawling.links = {"b": 11.0}
+    (link,) = _problems(judge_nodes([crawling]))
+    assert "11 MB/s" in link.text
+    found = _problems(judge_nodes([_view("a", b=up), _view("b", a={"state": "connecting", "error": "no route: errno 65"})]))
+    assert any("a reaches b, but not the other way round" in finding.text for finding in found)
+    assert any("Local Network" in finding.remedy for finding in found)
+
+
+def test_versions_that_differ_and_a_draining_node() -> None:
+    other = _view("b")
+    other.sections["node"] = {"state": "draining", "software": "kakeya-zmq 2"}
+    assert {finding.subject for finding in _problems(judge_nodes([_view("a"), other]))} == {"nodes", "versions"}
+
+
+def test_disk_budgets_python_and_packages() -> None:
+    assert judge_disk(GIB // 10).level is Level.PROBLEM
+    assert judge_disk(GIB).level is Level.WARNING
+    assert judge_disk(50 * GIB).level is Level.OK
+    assert judge_budgets([("cache", 8 * GIB)], 16 * GIB, 4 * GIB).level is Level.WARNING
+    assert judge_python((3, 10, 4)).level is Level.PROBLEM
+    have = {"pyzmq": "26.0", "mlx-lm": "0.31.0", "numpy": "2.1"}
+    needs = ["pyzmq>=27", "numpy>=2", "msgspec>=0.20", 'mlx-lm==0.32.2; extra == "mlx"', 'gguf>=1; extra == "demo"']
+    found = {finding.text.split()[0]: finding.level for finding in judge_packages(needs, have.get)}
+    assert found == {"pyzmq": Level.WARNING, "msgspec": Level.PROBLEM, "mlx-lm": Level.PROBLEM}
+
+
+def test_mlx_that_is_missing_broken_slow_or_not_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cache peer" in judge_probe(1, "ModuleNotFoundError: No module named 'mlx'").text
+    assert judge_probe(1, "Abort trap").level is Level.PROBLEM
+    assert judge_probe(0, "no json").level is Level.PROBLEM
+    assert judge_speed(Speed("Device(cpu, 0)", 2.0, 1, "", "")).level is (Level.PROBLEM if _mac() else Level.WARNING)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert "GPU is not used" in judge_speed(Speed("Device(cpu, 0)", 500.0, 1, "", "")).text
+    assert judge_speed(Speed("Device(gpu, 0)", 500.0, 1, "", "")).level is Level.OK
+
+
+def _mac() -> bool:
+    return sys.platform == "darwin"
+
+
+def test_units_of_systemd() -> None:
+    assert judge_unit("kakeya-worker", 0, "active").level is Level.OK
+    assert "systemctl --user restart kakeya-worker" in judge_unit("kakeya-worker", 3, "failed").remedy
+    assert judge_unit("kakeya-worker", -1, "").level is Level.WARNING

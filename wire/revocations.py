@@ -1,0 +1,78 @@
+"""Revocations: signed statements that a node's identity key is not accepted any more, so that anybody may relay them.
+
+A revocation is ``[statement as msgpack, Ed25519 signature of the issuer]``. It names a *key*, not a name: the machine may come
+back under its old name with a new key, and the key may not come back under any name. Who may issue one is for the receiver to
+judge (kakeya_zmq.protocol.revocation).
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta, Struct
+
+from wire import limits
+from wire.codec import decode_bounded, encode_bounded
+from wire.keys import NodeIdentity
+from wire.messages import Key32, Name
+
+MARK_BYTES: Final = 8
+_CONTEXT: Final = b"kakeya-zmq revocation\0"
+
+
+class Revocation(Struct, frozen=True, array_like=True, kw_only=True):
+    """What is signed."""
+
+    node_id: Name
+    """The name the key was known under, for people."""
+    identity_public_key: Key32
+    """The key that is revoked."""
+    issuer_id: Name
+    issuer_public_key: Key32
+    issued_at_unix: Annotated[float, Meta(ge=0.0, le=1e12)]
+    """For people; no decision uses it."""
+
+    @property
+    def mark(self) -> bytes:
+        """8 bytes that stand for this revocation in an exchange; one for each revoked key."""
+        return mark_of_key(self.identity_public_key)
+
+
+class _Signed(Struct, frozen=True, array_like=True, kw_only=True):
+    statement: Annotated[bytes, Meta(max_length=limits.REVOCATION_BYTES_MAX)]
+    signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
+
+
+_STATEMENT: Final = msgspec.msgpack.Decoder(Revocation)
+_SIGNED: Final = msgspec.msgpack.Decoder(_Signed)
+
+
+def mark_of_key(identity_public_key: bytes) -> bytes:
+    """The mark of the revocation of a key."""
+    return blake2b(identity_public_key, digest_size=MARK_BYTES, person=b"kz revocation").digest()
+
+
+def sign_revocation(revocation: Revocation, issuer: NodeIdentity) -> bytes:
+    """The revocation as it travels.
+
+    Raises:
+        LocalProtocolError: it is too large.
+    """
+    statement = encode_bounded(revocation, limits.REVOCATION_BYTES_MAX)
+    signed = _Signed(statement=statement, signature=issuer.sign(_CONTEXT + statement))
+    return encode_bounded(signed, limits.REVOCATION_BYTES_MAX)
+
+
+def open_revocation(data: bytes) -> Revocation:
+    """A revocation whose signature holds for the issuer it names.
+
+    Raises:
+        RemoteProtocolError: oversize or malformed.
+        AuthenticationError: the signature does not hold.
+    """
+    signed = decode_bounded(_SIGNED, data, limits.REVOCATION_BYTES_MAX, "revocation")
+    revocation = decode_bounded(_STATEMENT, signed.statement, limits.REVOCATION_BYTES_MAX, "revocation")
+    NodeIdentity.verify(revocation.issuer_public_key, _CONTEXT + signed.statement, signed.signature)
+    return revocation
