@@ -2,7 +2,7 @@
 
 import sys
 
-from daemons.command import main
+from daemons.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -133,6 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_daemons(commands)
     _add_key(commands)
+    _add_revoke(commands)
     _add_audit(commands)
     _add_model(commands)
     _add_bench(commands)
@@ -329,6 +330,26 @@ def _add_key(commands: Any) -> None:
     key.set_defaults(run=_run_key)
 
 
+def _add_revoke(commands: Any) -> None:
+    revoke = _command_parser(
+        commands,
+        "revoke",
+        "Refuse a node's identity key on every node of the fleet, for good.",
+        "examples:\n  kakeya revoke lost-macbook    signed by the node of this machine, told to those that run here\n"
+        "  kakeya revoke lost-macbook --as primary-mac --address 192.168.1.20:51051\n"
+        "A machine that is lost also knows the fleet's key: make a new one (`kakeya key rotate`, `kakeya key retire`).\n",
+    )
+    revoke.add_argument("node", metavar="NODE", help="the name it is known under")
+    revoke.add_argument("--as", dest="issuer", default="", metavar="NODE", help="the node of this machine that signs")
+    revoke.add_argument("--public-key", default="", metavar="HEX", help="its key (default: the one known for that name)")
+    revoke.add_argument(
+        "--address", action="append", default=[], metavar="HOST:PORT", help="a node to tell (default: the local fleet)"
+    )
+    _psk_flag(revoke)
+    _json_flag(revoke)
+    revoke.set_defaults(run=_run_revoke)
+
+
 def _add_audit(commands: Any) -> None:
     audit = _command_parser(
         commands,
@@ -374,10 +395,10 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--check", action="store_true", help="exit with 1 unless every bar holds")
     bench.add_argument("--long", action="store_true", help="more and longer prompts, more rounds: at most 8 minutes")
     bench.add_argument("--peers", action="store_true", help="with transfer: gRPC, Redis and plain TCP too, where installed")
-    bench.add_argument("--rounds", type=int, default=0, metavar="N", help="samples of each side (default: what each needs)")
+    bench.add_argument("--rounds", type=int, default=None, metavar="N", help="samples of each side (default: what each needs)")
     bench.add_argument("--model", default="", metavar="FOLDER", help="MLX model folder (default: the demo model)")
     threads_help = "BLAS threads of every process that computes (default: half the cores)"
-    bench.add_argument("--threads", type=int, default=0, metavar="N", help=threads_help)
+    bench.add_argument("--threads", type=int, default=None, metavar="N", help=threads_help)
     bench.add_argument("--smoke", action="store_true", help=argparse.SUPPRESS)
     _json_flag(bench)
     bench.set_defaults(run=_run_bench)
@@ -599,6 +620,28 @@ def _run_key(options: argparse.Namespace) -> int:
     return EXIT_OK if all(state["usable"] for state in states) else EXIT_NOT_AUTHENTICATED
 
 
+def _run_revoke(options: argparse.Namespace) -> int:
+    from daemons.revoke_command import revoke
+
+    console = Console(json_mode=options.json)
+    told = revoke(
+        options.node,
+        issuer=options.issuer,
+        public_key=options.public_key,
+        addresses=options.address,
+        psk_file=_psk_file(options),
+    )
+    key = told.revocation.identity_public_key.hex()
+    console.say(f"revoked the identity key {key} of {options.node}, signed by {told.revocation.issuer_id}")
+    if told.addresses:
+        console.say(f"told {', '.join(told.addresses)}; it spreads from there")
+    else:
+        console.say("no node was reached: it spreads when the node that signed is started")
+    if options.json:
+        console.result({"node_id": options.node, "public_key": key, "told": list(told.addresses)})
+    return EXIT_OK
+
+
 def _run_audit(options: argparse.Namespace) -> int:
     from daemons.audit_command import show_audit
 
@@ -624,8 +667,11 @@ def _run_bench(options: argparse.Namespace) -> int:
     from daemons.bench.harness import BenchOptions
     from daemons.bench.run import run_benchmarks
 
-    if options.rounds < 0 or options.threads < 0:
-        raise ConfigError("--rounds and --threads are whole numbers above 0")
+    threads_max = int(next(option.maximum for option in options_for("worker") if option.name == "blas_threads") or 0)
+    if options.rounds is not None and options.rounds < 1:
+        raise ConfigError(f"--rounds is a whole number of at least 1, not {options.rounds}")
+    if options.threads is not None and not 1 <= options.threads <= threads_max:
+        raise ConfigError(f"--threads is a whole number from 1 to {threads_max}, not {options.threads}")
     chosen = set(options.names) or {"all"}
     if unknown := sorted(chosen - {*BENCHMARKS, "all"}):
         raise ConfigError(f"there is no benchmark {unknown[0]!r}", remedy=f"one of: {', '.join(BENCHMARKS)}, all")
@@ -633,7 +679,7 @@ def _run_bench(options: argparse.Namespace) -> int:
     measured = BenchOptions(
         long=options.long,
         peers=options.peers,
-        rounds=options.rounds,
+        rounds=options.rounds or 0,
         threads=options.threads or max(1, (os.cpu_count() or 2) // 2),
         model=options.model,
         smoke=options.smoke,

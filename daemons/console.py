@@ -17,12 +17,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
+class _Output(RichConsole):
+    """Rich's console, but whoever closed the pipe is the command's business."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Console:
     """One command's output."""
 
     def __init__(self, *, json_mode: bool = False) -> None:
         self.json_mode = json_mode
-        self._rich = RichConsole(stderr=json_mode, highlight=False, soft_wrap=True)
+        self._rich = _Output(stderr=json_mode, highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
         """One line."""

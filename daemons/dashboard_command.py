@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from daemons.console import Console
+from daemons.log_files import LogRotation
 from daemons.run import check_ready_file, set_up_logging, stop_signals, write_ready_file
 from dashboard.app import create_app
 from dashboard.benchmark_store import BenchmarkStore
@@ -37,6 +38,7 @@ from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.errors import AuthenticationError, ConfigError, FailureCode, InvalidInput, RequestFailed, SecretFileError
 from wire.keys import FleetKey, NodeIdentity, TelemetryKey, read_secret_file, write_secret_file
+from wire.limits import MIB
 
 API_KEY_VARIABLE = "KAKEYA_NETWORK_API_KEY"
 API_KEY_FILE = "network_api_key"
@@ -45,6 +47,8 @@ API_KEY_BYTES_ADVISED = 16
 HOUSEKEEPING_SECONDS = 15.0
 """How often counters are kept and expired registrations deleted."""
 PAIR_TIMEOUT_SECONDS = 15.0
+LOG_BYTES_MAX = 10 * MIB
+"""As --log-max-mb of the other daemons."""
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +127,9 @@ class Dashboard:
 
     def __init__(self, options: DashboardOptions, home: Path) -> None:
         psk_file = Path(options.fleet_psk_file) if options.fleet_psk_file else home / "fleet.psk"
-        key = load_telemetry_key(_path(options.telemetry_key_file, home / TELEMETRY_KEY_FILE), psk_file)
+        named = options.telemetry_key_file
+        # A file that is named may be another fleet's: it is read and never written.
+        key = TelemetryKey.load(_path(named, home)) if named else load_telemetry_key(home / TELEMETRY_KEY_FILE, psk_file)
         self.api_key = load_api_key(_path(options.api_key_file, home / API_KEY_FILE))
         with contextlib.ExitStack() as undo:
             database = Database(_path(options.state_file, home / "dashboard" / "network.sqlite3"))
@@ -184,11 +190,13 @@ def run_dashboard(options: DashboardOptions) -> int:
         reasons.append(reason)
         stopped.set()
 
+    rotation = LogRotation(LOG_BYTES_MAX)
     with stop_signals(stop):
         dashboard = Dashboard(options, kakeya_home())
         try:
             _tell(dashboard, options)
             while not stopped.wait(HOUSEKEEPING_SECONDS):
+                rotation.look()
                 try:
                     dashboard.keep()
                 except Exception as error:  # the disk may be full for a while; serving goes on
@@ -209,7 +217,7 @@ def check_dashboard(options: DashboardOptions, home: Path) -> None:
         SecretFileError: a key is missing or cannot be used.
     """
     psk_file = _path(options.fleet_psk_file, home / "fleet.psk")
-    if psk_file.exists():
+    if psk_file.exists() and not options.telemetry_key_file:
         FleetKey.load(psk_file)
     else:
         TelemetryKey.load(_path(options.telemetry_key_file, home / TELEMETRY_KEY_FILE))

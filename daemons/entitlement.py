@@ -1,4 +1,4 @@
-"""Who may be here and do what: roster, revocations and forgotten keys of one node, from files that may change while it runs."""
+"""Who may be here and do what: roster, revocations and forgotten keys of one node, from files that may change meanwhile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.revocation import RevocationBook
 from kakeya_zmq.roster import Access, Roster
 from wire.errors import ConfigError
-from wire.limits import REVOCATION_BYTES_MAX, REVOCATIONS_MAX
 from wire.keys import write_secret_file
+from wire.limits import REVOCATION_BYTES_MAX, REVOCATIONS_MAX
 
 REVOCATIONS_FILE: Final = "revocations.json"
 FILE_BYTES_MAX: Final = REVOCATIONS_MAX * (2 * REVOCATION_BYTES_MAX + 8)
@@ -68,9 +68,11 @@ class Entitlement:
         if self._roster_seen is not None:
             self._use(Roster.load(roster_file))
         self.revocations = RevocationBook(self._may_revoke, load_revocations(folder))
-        for key in self.revocations.keys():
+        for key in self.revocations.revoked_keys:
             identities.revoke(key)
         self._known_seen = _look(folder / KNOWN_NODES_FILE)
+        self._known = set(identities.nodes())
+        """Who was in that file when it was read or written last."""
         self._next_look = reactor.clock() + LOOK_S
         self._clock = reactor.clock
         reactor.add_deadline_source(lambda: self._next_look, self._watch)
@@ -94,6 +96,7 @@ class Entitlement:
     def known_saved(self) -> None:
         """The node itself has just written its file of known nodes."""
         self._known_seen = _look(self._folder / KNOWN_NODES_FILE)
+        self._known = set(self._identities.nodes())
 
     def stop(self) -> None:
         self._next_look = float("inf")
@@ -145,8 +148,9 @@ class Entitlement:
         except ConfigError as error:
             _log.error("the file of known nodes is not read again: %s", error)
             return
-        for node_id in self._identities.nodes():
-            if node_id not in kept and self._identities.forget(node_id):
+        gone, self._known = self._known - kept.keys(), set(kept)
+        for node_id in sorted(gone):
+            if self._identities.forget(node_id):
                 self._audit.write("key", "the key of a node was forgotten by the administrator", subject=node_id)
                 self._forgotten(node_id)
 

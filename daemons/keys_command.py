@@ -47,8 +47,8 @@ def _rotate(psk_file: Path) -> str:
     ring.save(psk_file)
     return (
         f"made a new fleet key, key id {ring.newest.key_id.hex()}; the others stay valid.\n"
-        f"Copy {psk_file.name} to every machine of the fleet over a safe channel: running nodes read it by themselves. When\n"
-        "all of them have it, run `kakeya key retire` and copy the file again."
+        f"Copy {psk_file.name} to every machine of the fleet over a safe channel: running nodes read it by themselves.\n"
+        "When all of them have it, run `kakeya key retire` and copy the file again."
     )
 
 

@@ -100,6 +100,8 @@ class Membership:
         """What exchanges tell of revoked keys; nothing when None."""
         self.revocations_told: Callable[[tuple[bytes, ...]], None] = lambda blobs: None
         """Told the signed revocations that others sent."""
+        self.cards_taken: list[Callable[[Card], None]] = []
+        """Told each new card."""
         self.exchanges = 0
         """Exchanges of cards this node has asked for."""
         self.peers = PeerTable(
@@ -226,6 +228,8 @@ class Membership:
 
     def _changed(self, change: dm.PeerChanged) -> None:
         card = change.card
+        for learn in self.cards_taken:
+            learn(card)
         if change.appeared or change.restarted:
             what = "restarted" if change.restarted else "appeared"
             self._note("info", f"{card.node_id} {what} ({', '.join(card.roles)})")

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import psutil
@@ -138,6 +138,8 @@ class Node:
             fleet_key=keys.fleet_keys.ring.newest,
             folder=node_folder(settings.node_id),
             refused=lambda reason: self._refused(reason, SecurityKind.TRANSFER_REFUSED),
+            expel=self._expel,
+            forgotten=lambda node_id: self.membership.forget(node_id),
         )
         bind = parse_address(settings.bind)
         ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
@@ -164,14 +166,19 @@ class Node:
         self.askers = Askers()
         self.membership.restarted.append(self.askers.end_older)
         self.membership.noticed += [self.telemetry.security, self._noticed]
+        self.membership.cards_taken.append(self.security.entitlement.access.learn)
+        self.membership.revocations = self.security.entitlement.revocations
+        self.membership.revocations_told = self.security.entitlement.merge
         self.peers, self.directory = self.membership.peers, self.membership.directory
         self.dispatcher = Dispatcher(reactor, find_client=self.peers.find, count=self.counters.add, note=self.note)
         self.dispatcher.observe = self.telemetry.observe
-        self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes)
+        self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes, quota_bytes=self._quota_bytes)
         if settings.adaptive_cache:
             budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
             self.sections.append(budget.section)
-        self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes)
+        self.cache_service = CacheService(
+            self.store, lanes=self.ids.lane, has_aes=self.has_aes, hides=self.security.entitlement.access.hides
+        )
         self.endpoints = KeyedEndpoints(
             reactor,
             keys.fleet_keys,
@@ -184,6 +191,7 @@ class Node:
             noted=self._key_noted,
         )
         self.subscriber.use_keys(keys.fleet_keys.ring.keys)
+        self.sections.append(self._roster_section)
         self.sections.append(self.endpoints.section)
         self.bulk = BulkShell(reactor, host=bind.host, ports=ports, deliver=self.dispatcher.lane_event)
         self.dispatcher.lanes = self.bulk
@@ -215,6 +223,28 @@ class Node:
             limiter=self.security.limiter,
             connections_max=self.settings.max_connections,
         )
+
+    def _quota_bytes(self, fingerprint: bytes) -> int | None:
+        access = self.security.entitlement.access
+        return access.quota_bytes(fingerprint, self.store.usage_by_fingerprint()) if access.roster is not None else None
+
+    def _expel(self, identity_public_key: bytes, node_id: str, reason: str) -> None:
+        """A node is not accepted any more: what it has open here ends, and nothing is asked of it."""
+        if identity_public_key == self._keys.identity.public_key:
+            self.note("error", f"this node is not accepted by the fleet any more: {reason}")
+        self.endpoints.expel(identity_public_key, reason)
+        self.membership.expel(identity_public_key, node_id, reason)
+        self.telemetry.security(SecurityKind.NODE_REVOKED, reason, node_id)
+        self.note("warning", f"{node_id}: {reason}")
+
+    def _roster_section(self) -> tuple[str, dict[str, Value]]:
+        entitlement = self.security.entitlement
+        roster = entitlement.access.roster
+        return "roster", {
+            "listed_nodes": len(roster.nodes) if roster is not None else None,
+            "revoked_keys": len(entitlement.revocations),
+            "roster_usable": not entitlement.error,
+        }
 
     def _keys_changed(self) -> None:
         """Other PSKs are valid, or they are served elsewhere."""
@@ -314,6 +344,11 @@ class Node:
             self.counters.add("requests_refused")
             incoming.fail(refusal.code, str(refusal))
             return
+        peer = incoming.peer
+        if denied := self.security.entitlement.access.refusal(peer.node_id, peer.roles, incoming.body):
+            self.security.count_refusal(denied, subject=peer.node_id)
+            incoming.fail(FailureCode.PERMISSION_DENIED, denied)
+            return
         match incoming.body:
             case ExchangeCards() as exchange:
                 self.membership.answer(incoming, exchange)
@@ -380,6 +415,8 @@ class Node:
 
     def describe(self, sequence: int) -> Card:
         """What this node is, holds and can do right now."""
+        if self.facts is not None:
+            self.security.entitlement.access.learn_tuple(asdict(self.facts.compatibility))
         stats = self.store.stats()
         settings = self.settings
         facts = self.facts
@@ -394,6 +431,7 @@ class Node:
                     tokens_per_second=0.0,
                     fingerprint=compatibility.fingerprint(),
                     tenant=compatibility.tenant_namespace[:NAME_CHARACTERS_MAX],
+                    compatibility=asdict(compatibility),
                 ),
             )
         usage = sorted(self.store.usage_by_fingerprint().items(), key=lambda entry: -entry[1])[:HELD_NAMESPACES_MAX]

@@ -34,7 +34,7 @@ from kakeya_zmq.protocol.prepare_values import (
     PreparationTask,
     WorkerView,
 )
-from kakeya_zmq.protocol.publish import Publisher, PublishSettings
+from kakeya_zmq.protocol.publish import Publisher, PublishSettings, replica_candidates
 from kakeya_zmq.telemetry import Value, explanation_line
 from wire.bulk import own_suites
 from wire.cards import Card
@@ -43,6 +43,8 @@ from wire.keys import load_or_create_tenant_key
 from wire.limits import GIB
 from wire.messages import CreateSession, Cut, PrefillPolicy, ValueBytes
 
+DRAIN_SECONDS = 10.0
+"""How long the step that runs may take to end."""
 POLICIES = {
     "local-fallback": PrefillPolicy.LOCAL_FALLBACK,
     "remote-required": PrefillPolicy.REMOTE_REQUIRED,
@@ -111,7 +113,7 @@ class Primary:
     def end(self, reason: str) -> None:
         self._supervisor.close()
         self.node.close(reason)
-        self._runner.stop(10.0)
+        self._runner.stop(0.0 if self._supervisor.stalled else DRAIN_SECONDS)
 
     # --- wiring ------------------------------------------------------------------------------------------------------
 
@@ -370,11 +372,9 @@ class Primary:
 
     def _publish_targets(self) -> tuple[NodeId, ...]:
         """Cache peers that may get copies: nodes whose only business is to hold KV."""
-        found = tuple(
-            NodeId(card.node_id)
-            for card in self.node.directory.peers(self._reactor.clock())
-            if "cache" in card.roles and self.node.peers.find(card.node_id) is not None
-        )
+        cards = self.node.directory.peers(self._reactor.clock())
+        willing = replica_candidates(cards, self._fingerprint)
+        found = tuple(name for name in willing if self.node.peers.find(name) is not None)
         return found or tuple(NodeId(name) for name in self.node.peers.in_role("cache"))
 
 

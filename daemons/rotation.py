@@ -143,7 +143,7 @@ class KeyedEndpoints:
             "endpoints": len(self._pairs()),
             "older_key_peers": sum(len(pair.server.peers()) for pair in old),
             "leaving_endpoints": sum(bool(pair.leaving) for pair in self._pairs()),
-            "key_file_error": self.keys.error,
+            "key_file_usable": not self.keys.error,
         }
 
     def card_endpoints(self, announced: Sequence[Endpoint]) -> tuple[Endpoint, ...]:

@@ -108,6 +108,11 @@ class Supervisor:
         self._look_at: float | None = 0.0
         self._source = reactor.add_deadline_source(lambda: self._look_at, self._look)
 
+    @property
+    def stalled(self) -> bool:
+        """Whether the model hangs: its thread need not be waited for."""
+        return bool(self._stalled)
+
     def close(self) -> None:
         self._source.remove()
         if self._server is not None:

@@ -296,6 +296,14 @@ class Client:
             found.update(fresh)
         return tuple(found[node_id] for node_id in sorted(found))
 
+    def tell_revocations(self, blobs: tuple[bytes, ...]) -> None:
+        """Give the node signed revocations (:mod:`wire.revocations`), which it judges, keeps and spreads.
+
+        Raises:
+            RequestFailed: no answer.
+        """
+        self._call(ExchangeCards(cards=(), ages_ms=(), known=None, revocations=blobs), CardList, CALL_TIMEOUT_S)
+
     def close(self) -> None:
         """Leave; open calls fail with UNAVAILABLE. Idempotent. Sessions stay on the primary until it forgets them."""
         if self._closed:

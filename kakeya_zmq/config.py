@@ -162,7 +162,7 @@ def resolve_settings(
     values["fleet_psk_file"] = values["fleet_psk_file"] or str(home / "fleet.psk")
     beside = Path(values["fleet_psk_file"]).parent
     values["tenant_key_file"] = values["tenant_key_file"] or str(beside / "tenants" / f"{values['tenant_id']}.key")
-    values["roster_file"] = values["roster_file"] or str(beside / ROSTER_FILE)
+    values["roster_file"] = values["roster_file"] or str(beside / "fleet.toml")
     values["bind"] = values["bind"] or f"127.0.0.1:{DEFAULT_PORTS[role]}"
     if not values["node_id"]:
         values["node_id"] = _default_node_id(role, (host_name or socket.gethostname)())

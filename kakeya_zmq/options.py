@@ -75,7 +75,7 @@ OPTIONS: tuple[Option, ...] = (
         ("primary",),
     ),
     Option("fleet_psk_file", "path", "", "the fleet's pre-shared key, mode 0600 (default: ~/.kakeya/fleet.psk)"),
-    Option("roster_file", "path", "", "who belongs to the fleet and may do what (default: fleet.toml beside the PSK, if any)"),
+    Option("roster_file", "path", "", "who belongs to the fleet and may do what (default: fleet.toml beside the PSK)"),
     Option("tenant_id", "text", "default", "tenant whose prompts this node serves; part of the namespace"),
     Option("tenant_key_file", "path", "", "key of that tenant, mode 0600 (default: beside the PSK)", ("primary", "worker")),
     Option(

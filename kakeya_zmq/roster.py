@@ -143,8 +143,8 @@ class Roster:
 class Access:
     """What members may do to a store and a worker: everything without a roster, and by its words with one.
 
-    A fingerprint is the hash of a compatibility tuple that has the tenant in it, so a card that tells the tuple *proves* whose
-    namespace it is, whoever signed the card. What nobody has proven belongs to nobody: it is answered like what is not there.
+    A fingerprint is the hash of a compatibility tuple that has the tenant in it, so a card that tells the tuple *proves*
+    whose namespace it is, whoever signed the card. What nobody has proven is answered like what is not there.
     """
 
     def __init__(self) -> None:

@@ -56,11 +56,15 @@ _CONFIG: Final[dict[str, Any]] = {
 WIDE: Final[dict[str, Any]] = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 256}
 """Changes that make a model whose KV is large: 2 global layers x K and V x 8 heads x 256 x 4 bytes = 32 KiB a token."""
 
-FLAGS: Final = ("--bind", "127.0.0.1:0", "--gossip-interval-s", "0.3", "--ttl-seconds", "3", "--cache-gb", "1")
+FLAGS: Final = (
+    *("--bind", "127.0.0.1:0", "--gossip-interval-s", "0.3", "--ttl-seconds", "3"),
+    *("--cache-gb", "1", "--drain-s", "5"),
+)
 ROLE_FLAGS: Final[dict[str, tuple[str, ...]]] = {
     "primary": (
         # A worker is always taken for cheaper: here both run on the same machine, so none would ever be.
-        *("--enable-prefill-cache", "--blas-threads", "1", "--primary-prefill-penalty-ms", "1e8", "--cache-lookup-timeout-s", "1"),
+        *("--enable-prefill-cache", "--blas-threads", "1"),
+        *("--primary-prefill-penalty-ms", "1e8", "--cache-lookup-timeout-s", "1"),
         *("--cache-fetch-timeout-s", "4", "--prefill-worker-timeout-s", "20"),
     ),
     "worker": ("--blas-threads", "1"),

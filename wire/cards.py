@@ -73,6 +73,8 @@ class ModelOffering(_CardPart, frozen=True, kw_only=True):
     fingerprint: Annotated[bytes, Meta(max_length=limits.HASH_BYTES)] = b""
     """Of the namespace it computes KV for: 32 bytes, or nothing when it is not told."""
     tenant: OptionalName = ""
+    compatibility: Annotated[dict[Name, Text | Number], Meta(max_length=COMPATIBILITY_FIELDS_MAX)] = {}
+    """The tuple behind the fingerprint: proves whose namespace it is. Empty when it is not told."""
 
 
 class HeldNamespace(_CardPart, frozen=True, kw_only=True):

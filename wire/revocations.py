@@ -1,8 +1,8 @@
 """Revocations: signed statements that a node's identity key is not accepted any more, so that anybody may relay them.
 
-A revocation is ``[statement as msgpack, Ed25519 signature of the issuer]``. It names a *key*, not a name: the machine may come
-back under its old name with a new key, and the key may not come back under any name. Who may issue one is for the receiver to
-judge (kakeya_zmq.protocol.revocation).
+A revocation is ``[statement as msgpack, Ed25519 signature of the issuer]``. It names a *key*, not a name: the machine may
+come back under its old name with a new key, and the key may not come back under any name. Who may issue one is for the
+receiver to judge (kakeya_zmq.protocol.revocation).
 """
 
 from __future__ import annotations

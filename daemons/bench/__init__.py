@@ -7,5 +7,16 @@ Rules
 - Everything a run starts is its own: a temporary KAKEYA_HOME, free ports, processes that end with it.
 """
 
-BENCHMARKS = ("transfer", "store", "dedupe", "codecs", "fidelity", "remote-compute", "ttft", "decode", "decode-worker")
+BENCHMARKS = (
+    "transfer",
+    "store",
+    "security",
+    "dedupe",
+    "codecs",
+    "fidelity",
+    "remote-compute",
+    "ttft",
+    "decode",
+    "decode-worker",
+)
 """In the order of a whole run: what needs no model first, while nothing else holds memory."""

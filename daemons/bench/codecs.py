@@ -6,11 +6,13 @@ One core: the process has one BLAS thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from daemons.bench.harness import Bar, BenchOptions, Direction, Outcome, Program, Series
 from daemons.bench.report import percent
 from daemons.bench.rig import Rig
+from kakeya_zmq.codecs.registry import STORAGE_CODECS
 
 BARE_ZLIB = "bare zlib"
 ZSTD_RATIO, ZSTD_SPEED = 1.40, 8.0
@@ -59,7 +61,9 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
     rig.tell(f"codecs: {tokens - 1:,} tokens, {rounds} rounds")
     kv_dtype = str(rig.loaded("kv_codecs")["kv_dtype"])
     program.ask("prepare", prompt=rig.prompt(tokens, salt=700), first=True)
-    found = _measure(program, rounds)
+    stored = [(one.codec, one.q_range) for one in CANDIDATES if one.codec in STORAGE_CODECS]
+    refusals: dict[str, str] = program.ask("refusals", codecs=stored)["refusals"]
+    found = _measure(program, rounds, [one for one in CANDIDATES if f"{one.codec}/{one.q_range}" not in refusals])
     rows = tuple(
         (
             candidate.name,
@@ -81,13 +85,14 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
     }
     heads = ("codec", "values", "× smaller", "encode MB/s", "decode MB/s", "spread")
     bars = () if options.smoke else _bars(found)
-    return Outcome("codecs", f"KV of {tokens - 1:,} tokens, one core", heads, rows, bars, figures)
+    notes = tuple(f"{name.partition('/')[0]} is left out: {why}" for name, why in refusals.items())
+    return Outcome("codecs", f"KV of {tokens - 1:,} tokens, one core", heads, rows, bars, figures, notes)
 
 
-def _measure(program: Program, rounds: int) -> dict[Candidate, Measured]:
-    answers: dict[Candidate, list[dict[str, float]]] = {candidate: [] for candidate in CANDIDATES}
+def _measure(program: Program, rounds: int, candidates: Sequence[Candidate]) -> dict[Candidate, Measured]:
+    answers: dict[Candidate, list[dict[str, float]]] = {candidate: [] for candidate in candidates}
     for _ in range(rounds + 1):
-        for candidate in CANDIDATES:
+        for candidate in candidates:
             answers[candidate].append(
                 program.ask("speed", codec=candidate.codec, q_range=candidate.q_range, dtype=candidate.dtype)
             )
@@ -105,13 +110,18 @@ def _measure(program: Program, rounds: int) -> dict[Candidate, Measured]:
 def _bars(found: dict[Candidate, Measured]) -> tuple[Bar, ...]:
     bare = found[Candidate(BARE_ZLIB, "bfloat16")]
     zstd = found[Candidate("link zstd", "bfloat16")]
-    narrow = found[Candidate("kakeyalattice-d4", "bfloat16", 38)]
-    wide = found[Candidate("kakeyalattice-d4", "own", 38)]
+    narrow = found.get(Candidate("kakeyalattice-d4", "bfloat16", 38))
+    wide = found.get(Candidate("kakeyalattice-d4", "own", 38))
     speed = zstd.encode.median / bare.encode.median
     at_least = Direction.AT_LEAST
-    return (
+    bars = (
         Bar("zstd, size of bfloat16 state", zstd.ratio, ZSTD_RATIO, at_least, "× smaller"),
         Bar("zstd, speed of compression against zlib 1", speed, ZSTD_SPEED, at_least),
+    )
+    if narrow is None or wide is None:
+        return bars
+    return (
+        *bars,
         Bar("D4 Q=38, size of bfloat16 state", narrow.ratio, LATTICE_RATIO, at_least, "× smaller"),
         Bar("D4 Q=38, encode", wide.encode.median, LATTICE_ENCODE, at_least, "MB/s"),
         Bar("D4 Q=38, decode", wide.decode.median, LATTICE_DECODE, at_least, "MB/s"),

@@ -5,11 +5,19 @@ The real engine computes them on a tiny random model (see daemons.bench.programs
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
+
 from daemons.bench.harness import Bar, BenchOptions, Direction, Outcome
-from daemons.bench.rig import Rig
+from daemons.bench.rig import Rig, wait_for
 from kakeya_zmq.client import Client
+from wire.messages import PrefillPolicy
 
 STORED_BAR = 1.1
+CHAT_BAR = 1.05
+ASKED_TOKENS, ANSWERED_TOKENS = 50, 30
+TINY_VOCABULARY = 512
 SHARED_TOKENS, OWN_TOKENS = 2048, 128
 
 
@@ -25,6 +33,9 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
             with Client(address, psk_file=running.psk_file) as client:
                 stored_bytes = int(client.status().sections["cache"]["bytes_used"] or 0)
             fetched = program.ask("fetch_second")
+            model = rig.home / "tiny-model"
+            program.ask("write_model", folder=str(model), threads=options.threads)
+    chat = _chat(rig, options, model, token_bytes)
     unique_bytes = (shared + prompts * own) * token_bytes
     made_bytes, moved_bytes = sum(published["made_bytes"]), sum(published["moved_bytes"])
     bars = (
@@ -36,6 +47,7 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
             1.0,
             Direction.AT_MOST,
         ),
+        *(Bar(f"chat, {what}, of its tokens", share, CHAT_BAR, Direction.AT_MOST) for what, share in chat.items()),
     )
     rows = (
         ("all prompts, whole", _megabytes(made_bytes)),
@@ -51,10 +63,38 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
         "stored_bytes": stored_bytes,
         "made_bytes": made_bytes,
         "published_bytes": moved_bytes,
+        "chat": dict(chat),
         "fetch": {name: fetched[name] for name in ("moved_bytes", "needed_bytes")},
     }
     title = f"{prompts} prompts, {shared:,} of {shared + own:,} tokens shared, tiny model"
     return Outcome("dedupe", title, ("what", "MB"), rows, bars, figures)
+
+
+def _chat(rig: Rig, options: BenchOptions, model: Path, token_bytes: int) -> dict[str, float]:
+    """A chat with a real primary, answers included: bytes by place, as a share of those of its tokens."""
+    turns = options.choose(10, 10, 2)
+    rig.tell(f"dedupe: a chat of {turns} turns")
+    rng = np.random.default_rng(11)
+    with (
+        rig.fleet("dedupe-chat", ("primary", "cache"), model=model) as running,
+        rig.client(running) as primary,
+        Client(running.member("cache").address, psk_file=running.psk_file) as peer,
+    ):
+        rig.await_peers(running)
+        tokens = 0
+        with primary.create_session(policy=PrefillPolicy.LOCAL_ONLY) as session:
+            for _ in range(turns):
+                session.append(rng.integers(2, TINY_VOCABULARY, ASKED_TOKENS).tolist())
+                tokens += ASKED_TOKENS + len(list(session.generate(ANSWERED_TOKENS)))
+        wait_for("the chat to be published", lambda: primary.status().sections["primary"]["publish_queue"] == 0)
+        own, others = primary.status().sections, peer.status().sections
+    unit = tokens * token_bytes
+    places = {
+        "stored by the primary": own["cache"]["bytes_used"],
+        "stored by the cache peer": others["cache"]["bytes_used"],
+        "moved to publish it": own["prefill"]["bytes_published"],
+    }
+    return {what: int(size or 0) / unit for what, size in places.items()}
 
 
 def _megabytes(size_bytes: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from daemons.bench.harness import Bar, BenchOptions, Direction, Outcome
 from daemons.bench.rig import Rig
+from kakeya_zmq.codecs.registry import STORAGE_CODECS
 
 LOSSLESS = (("link zstd", 0), ("zlib", 0))
 LOSSY = (("int8", 0), ("kakeyalattice-d4", 38))
@@ -46,7 +47,9 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
             rig.tell(f"fidelity: {number} of {prompts} prompts computed")
         program.ask("prepare", prompt=rig.prompt(tokens, salt=800 + number), first=number == 0)
     program.ask("continue_all", count=fed)
-    codecs = [*LOSSLESS, *LOSSY]
+    stored = [one for one in (*LOSSLESS, *LOSSY) if one[0] in STORAGE_CODECS]
+    refusals: dict[str, str] = program.ask("refusals", codecs=stored)["refusals"]
+    codecs = [(name, q_range) for name, q_range in (*LOSSLESS, *LOSSY) if f"{name}/{q_range}" not in refusals]
     answers = []
     for number in range(prompts):
         if number % 5 == 0 and number:
@@ -75,7 +78,8 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
         }
         for verdict in verdicts
     }
-    notes = () if options.long else (f"{prompts} prompts are an indication: the bars are meant for --long",)
+    notes = tuple(f"{name.partition('/')[0]} is left out: {why}" for name, why in refusals.items())
+    notes += () if options.long else (f"{prompts} prompts are an indication: the bars are meant for --long",)
     title = f"{prompts} prompts, {prompts * fed:,} positions"
     return Outcome("fidelity", title, heads, rows, () if options.smoke else _bars(verdicts), figures, notes)
 

@@ -288,6 +288,18 @@ def temporary_home() -> Iterator[Path]:
             os.environ.update(before)
 
 
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A second Ctrl-C does not interrupt what the first one began: every process and folder must be gone afterwards."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
 def resident_bytes(pid: int) -> int:
     """Memory of a process that is in RAM now."""
     return int(psutil.Process(pid).memory_info().rss)

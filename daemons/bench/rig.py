@@ -18,7 +18,7 @@ from daemons.bench.harness import BenchOptions, Program
 from daemons.fleet import FleetPlan, Member
 from kakeya_zmq.client import Client
 from kakeya_zmq.demo.document import demo_document
-from wire.errors import FailureCode, KakeyaError, RequestFailed
+from wire.errors import FailureCode, KakeyaError, ModelError, RequestFailed
 from wire.messages import Explanation, PrefillPolicy, Status
 
 GOSSIP_SECONDS = "0.5"
@@ -74,7 +74,7 @@ class Rig:
     def __init__(self, names: Sequence[str], options: BenchOptions, home: Path, tell: Callable[[str], None]) -> None:
         self.options = options
         self.tell = tell
-        self._home = home
+        self.home = home
         self._stack = contextlib.ExitStack()
         self._model_fleet: BenchFleet | None = None
         self._model_programs: dict[str, Program] = {}
@@ -115,9 +115,15 @@ class Rig:
             self._model_programs[name] = program
 
     @contextlib.contextmanager
-    def fleet(self, name: str, roles: Sequence[str], primary_flags: Sequence[str] = ()) -> Iterator[BenchFleet]:
-        """Daemons of these roles for the duration of a block, on free ports, with their own keys."""
-        running = self._start_fleet(name, roles, primary_flags)
+    def fleet(
+        self, name: str, roles: Sequence[str], primary_flags: Sequence[str] = (), model: Path | None = None
+    ) -> Iterator[BenchFleet]:
+        """Daemons of these roles for the duration of a block, on free ports, with their own keys.
+
+        Args:
+            model: folder of the model they run; None: the one under test.
+        """
+        running = self._start_fleet(name, roles, primary_flags, model)
         try:
             yield running
         finally:
@@ -130,21 +136,23 @@ class Rig:
             for name in self._references:  # at the same time: nothing is measured while models load
                 self._begin_loading(name)
             running = self._stack.enter_context(self.fleet("model", MODEL_ROLES))
-            self._await_peers(running)
+            self.await_peers(running)
             for name in self._references:
                 self.model_program(name)
             self._model_fleet = running
         return self._model_fleet
 
-    def _start_fleet(self, name: str, roles: Sequence[str], primary_flags: Sequence[str]) -> BenchFleet:
-        home = self._home / name
+    def _start_fleet(
+        self, name: str, roles: Sequence[str], primary_flags: Sequence[str], model: Path | None = None
+    ) -> BenchFleet:
+        home = self.home / name
         threads = str(self.options.threads)
         extra: list[tuple[str, tuple[str, ...]]] = [(role, ("--gossip-interval-s", GOSSIP_SECONDS)) for role in roles]
         extra += [(role, ("--blas-threads", threads)) for role in roles if role != "cache"]
         extra.append(("primary", tuple(primary_flags)))
         plan = FleetPlan(
             ephemeral=True,
-            model=str(self.model_folder) if set(roles) - {"cache"} else "",
+            model=str(model or self.model_folder) if set(roles) - {"cache"} else "",
             roles=tuple(roles),
             extra=tuple(extra),
         )
@@ -156,7 +164,8 @@ class Rig:
         finally:
             os.environ["KAKEYA_HOME"] = before
 
-    def _await_peers(self, running: BenchFleet) -> None:
+    def await_peers(self, running: BenchFleet) -> None:
+        """Wait until the primary is connected to the others and knows what they are."""
         others = {member.node_id for member in running.members if member.role != "primary"}
 
         def complete(status: Status) -> bool:
@@ -175,7 +184,10 @@ class Rig:
             ModelError: the demo model cannot be prepared.
         """
         if self.options.model:
-            return Path(self.options.model).expanduser().resolve()
+            folder = Path(self.options.model).expanduser().resolve()
+            if not (folder / "config.json").is_file():
+                raise ModelError(f"{folder} is no folder of an MLX model", remedy="give --model a folder with a config.json")
+            return folder
         from kakeya_zmq.demo.prepare import prepare_demo_model
 
         return prepare_demo_model(on_progress=lambda step, share: None)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from collections.abc import Sequence
 
 from daemons.bench import report
-from daemons.bench.harness import BenchOptions, Outcome, machine, temporary_home
+from daemons.bench.harness import BenchOptions, Outcome, machine, temporary_home, undisturbed
 from daemons.bench.rig import Rig
 from daemons.console import Console
 from wire.errors import KakeyaError
@@ -26,16 +27,21 @@ def run_benchmarks(names: Sequence[str], options: BenchOptions, console: Console
         f"{facts['processors']} processors, load {facts['load_average']}, {options.threads} BLAS thread(s) in every process "
         f"that computes; {'long' if options.long else 'short, indicative'} run"
     )
-    with temporary_home() as home:
+    with contextlib.ExitStack() as ending:
+        home = ending.enter_context(temporary_home())
         rig = Rig(names, options, home, console.say)
+        ending.callback(_close, rig)
         try:
             for name in names:
                 started = time.monotonic()
                 outcomes[name] = _benchmark(name, rig, options)
                 elapsed_s[name] = time.monotonic() - started
                 report.show_outcome(console, outcomes[name], elapsed_s[name])
-        finally:
-            rig.close()
+        except KeyboardInterrupt:
+            with undisturbed():
+                console.say("stopping …")
+                ending.close()
+            raise
     held = report.all_held(list(outcomes.values()))
     if check:
         console.say("every bar holds" if held else "NOT every bar holds")
@@ -43,6 +49,11 @@ def run_benchmarks(names: Sequence[str], options: BenchOptions, console: Console
         console.result(report.as_json(outcomes, elapsed_s, facts, long=options.long))
     failed = any(outcome.skipped for outcome in outcomes.values())
     return 1 if failed or (check and not held) else 0
+
+
+def _close(rig: Rig) -> None:
+    with undisturbed():
+        rig.close()
 
 
 def _benchmark(name: str, rig: Rig, options: BenchOptions) -> Outcome:

@@ -132,12 +132,18 @@ class Page {
   }
 
   #tab(id, view) {
-    const number = badgeNumber(id, this.store);
+    const number = id === "prefill" ? this.#jobsActive() : 0;
     return h(
       "li",
       { key: id },
       h("a", { href: `#${id}`, "aria-current": id === this.current ? "page" : undefined }, view.title, number > 0 && h("span", { class: "tab-number" }, h("span", { class: "unseen" }, ", "), count(number))),
     );
+  }
+
+  /** The list of jobs is newer than the summary, where it is listened to. */
+  #jobsActive() {
+    const { jobs, summary } = this.store.data;
+    return (this.view.topics.includes("jobs") ? jobs?.active.length : summary?.jobs_active) ?? 0;
   }
 
   #connection(state, detail) {
@@ -188,10 +194,6 @@ function setText(id, text) {
 function stateOf(store) {
   if (store.connection === "connecting" || store.connection === "lost") return store.connection;
   return store.data.bus?.state ?? store.data.summary?.bus ?? "connecting";
-}
-
-function badgeNumber(id, store) {
-  return id === "prefill" ? (store.data.summary?.jobs_active ?? 0) : 0;
 }
 
 /** What is wrong, in a sentence; nothing when all is well. Kept free of running seconds: screen readers read it aloud. */

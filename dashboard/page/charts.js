@@ -167,7 +167,7 @@ export class Chart {
       scales: { x: { range: (_, low, high) => timeRange(low, high) }, y: { range: (_, low, high) => [0, this.top ?? (high > 0 ? high * 1.1 : 1)] } },
       axes: [
         { ...axis, size: 24, space: 64, values: (_, ticks) => ticks.map(timeTick) },
-        { ...axis, size: 58, space: 30, values: (_, ticks) => ticks.map((tick) => this.show(tick)) },
+        { ...axis, size: 66, space: 30, values: (_, ticks) => ticks.map((tick) => this.show(tick)) },
       ],
       series: [{}, ...this.lines.map(drawn)],
       hooks: {

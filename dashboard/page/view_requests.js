@@ -74,9 +74,9 @@ function stretches(request) {
   );
 }
 
+/** In few words; the details have the whole. */
 function reason(request) {
-  const found = request.reasons.length ? request.reasons : request.reason_kinds;
-  return found.length ? found.join("; ") : NONE;
+  return request.reason_kinds.length ? request.reason_kinds.join(", ") : NONE;
 }
 
 function detail(store, request) {

@@ -38,7 +38,7 @@ QUEUE_BYTES_MAX: Final = 64 * limits.MIB
 GOODBYE_LINGER_MS: Final = 300
 ROUND_TRIP_WEIGHT: Final = 0.2
 """Weight of a new sample in the moving average of the round trip time."""
-WRONG_PSK: Final = "the other side does not accept this PSK"
+WRONG_PSK: Final = "the other side does not accept this PSK, or something in between closes connections"
 CONNECTION_LOST: Final = "the connection broke"
 REJECTIONS_OF_A_KNOWN_PEER: Final = 3
 """Handshakes in a row that a peer which had accepted our PSK must refuse before we believe that it has another one."""

@@ -56,7 +56,8 @@ class Gate:
 
     Args:
         context: the context whose sockets are guarded.
-        on_refused: called on the gate's thread with the reason of each refusal; it must be quick and must not raise.
+        on_refused: called with the reason of each refusal, on the gate's thread or that of :meth:`note`; it must be quick
+            and must not raise.
 
     Raises:
         LocalProtocolError: the context already has a gate.
@@ -110,6 +111,10 @@ class Gate:
         """Refuse everybody at ``domain`` from now on. Connections already admitted stay."""
         with self._lock:
             self._domains.pop(domain, None)
+
+    def note(self, kind: str, reason: str) -> None:
+        """Count a refusal that the transport made without asking; from any thread."""
+        self._count(kind, reason)
 
     def close(self) -> None:
         """Stop the thread and close its socket. May be called twice. Later handshakes fail."""

@@ -125,6 +125,10 @@ class Lane(ABC):
         with self._lock:
             return self._close_request
 
+    def _patience_s(self) -> float:
+        """How long nothing may happen now."""
+        return self._idle_timeout_s
+
     def _made_progress(self) -> None:
         self._progress_at = time.monotonic()
 
@@ -140,7 +144,7 @@ class Lane(ABC):
         """
         timeout_ms: int | None = None
         if timed:
-            left_s = self._progress_at + self._idle_timeout_s - time.monotonic()
+            left_s = self._progress_at + self._patience_s() - time.monotonic()
             if left_s <= 0:
                 return False
             timeout_ms = math.ceil(left_s * 1000)
@@ -191,6 +195,10 @@ class BoundSide:
             link_codec=self._link_codec,
         )
 
+    def refused(self, reason: str) -> None:
+        """Somebody did not get through the transport's handshake."""
+        self._gate.note(LANE_DOMAIN_KIND, reason)
+
     def release(self) -> None:
         self._gate.forget(self._domain)
 
@@ -207,6 +215,9 @@ class ConnectingSide:
         sockets.apply_plain_client(socket, self._grant.token)
         socket.connect(self._address.zmq_endpoint())
         return self._grant
+
+    def refused(self, reason: str) -> None:
+        """Our own attempt failed: nobody was refused."""
 
     def release(self) -> None:
         """Nothing to undo."""

@@ -46,6 +46,8 @@ _EVENTS: Final[dict[int, LinkEvent]] = {
 }
 SERVER_EVENTS: Final = frozenset({LinkEvent.REJECTED})
 CLIENT_EVENTS: Final = frozenset(LinkEvent)
+NOT_OURS: Final = "it does not speak this protocol"
+UNFINISHED: Final = "it ended before its handshake was through"
 
 
 class ConnectionWatch:
@@ -53,9 +55,15 @@ class ConnectionWatch:
 
     A handshake's success does not name its connection, and strangers knock at bound sockets, too. So ours is one of those
     that were open at that moment, and it has certainly ended when all of them have.
+
+    Args:
+        refused: told the reason of each handshake that failed, but for a wrong token, which the gate knows of.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], refused: Callable[[str], None]
+    ) -> None:
+        self._refused = refused
         address = f"inproc://kakeya-lane-{secrets.token_hex(8)}"
         self._watched = socket
         self._open: set[int] = set()
@@ -63,7 +71,8 @@ class ConnectionWatch:
         self._candidates: set[int] | None = None
         """Those that may be ours; None before the handshake."""
         begins = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
-        socket.monitor(address, begins | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        failures = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+        socket.monitor(address, begins | failures | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
         self.pair = context.socket(zmq.PAIR)
         self.pair.linger = 0
         self.pair.rcvhwm = 0
@@ -89,6 +98,10 @@ class ConnectionWatch:
                         self._open.add(connection)
                     case zmq.Event.HANDSHAKE_SUCCEEDED if self._candidates is None:
                         self._candidates = set(self._open)
+                    case zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
+                        self._refused(NOT_OURS)
+                    case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
+                        self._refused(UNFINISHED)
                     case zmq.Event.DISCONNECTED:
                         self._open.discard(connection)
                         if self._candidates is not None:

@@ -34,6 +34,8 @@ from wire.errors import DataLossError, RemoteProtocolError
 from wire.messages import CipherSuite, LinkCodec, PartMeta, TransferGrant
 
 _CREDIT_STEPS: Final = 4
+CONNECT_SECONDS: Final = 3.0
+"""Longer than this nobody waits for a connection to a bulk port; a closed one is dropped silently by most firewalls."""
 
 
 class ReceiverLane(Lane):
@@ -130,7 +132,7 @@ class ReceiverLane(Lane):
 
     def _open(self) -> None:
         self._socket = sockets.create_socket(self._context, zmq.PULL, sockets.LANE_PULL)
-        self._watch = ConnectionWatch(self._context, self._socket)
+        self._watch = ConnectionWatch(self._context, self._socket, self._side.refused)
         try:
             grant = self._side.open(self._socket)
         except BaseException:
@@ -149,6 +151,14 @@ class ReceiverLane(Lane):
     def _release(self) -> None:
         self._side.release()
 
+    @property
+    def _connecting(self) -> bool:
+        return isinstance(self._side, ConnectingSide) and not self._watch.began
+
+    def _patience_s(self) -> float:
+        # The other side bound its port before it named it, so that connecting takes no longer than the network does.
+        return min(self._idle_timeout_s, CONNECT_SECONDS) if self._connecting else self._idle_timeout_s
+
     def _transfer(self) -> tuple[bool, str]:
         processed_bytes = 0
         while True:
@@ -163,8 +173,7 @@ class ReceiverLane(Lane):
                 if self._watch.lost:
                     return False, CONNECTION_LOST
                 if not self._wait(zmq.POLLIN, timed=True):
-                    connecting = isinstance(self._side, ConnectingSide) and not self._watch.began
-                    return False, NO_CONNECTION if connecting else "no data came in time"
+                    return False, NO_CONNECTION if self._connecting else "no data came in time"
                 continue
             header, content_bytes, parts = self._receive_chunk(packed)
             self._made_progress()

@@ -189,7 +189,7 @@ class SenderLane(Lane):
 
     def _open(self) -> None:
         self._socket = sockets.create_socket(self._context, zmq.PUSH, sockets.LANE_PUSH)
-        self._watch = ConnectionWatch(self._context, self._socket)
+        self._watch = ConnectionWatch(self._context, self._socket, self._side.refused)
         try:
             self._grant = self._side.open(self._socket)
         except BaseException:

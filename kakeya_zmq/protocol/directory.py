@@ -218,7 +218,9 @@ class Directory:
             case Slept(seconds=seconds):
                 return self._slept(seconds, now)
             case Expelled(identity_public_key=key, reason=reason):
-                return self._drop([name for name, held in self._held.items() if held.card.identity_public_key == key], reason)
+                return self._drop(
+                    [name for name, held in self._held.items() if held.card.identity_public_key == key], reason
+                )
             case DirectoryTick():
                 return [*self._expire(now), *self._round(now), *self._announce(now)]
             case _:

@@ -73,6 +73,8 @@ class Holdings:
         self._alternatives: dict[bytes, Chain] = {}
         self.importable = self._cut_to_budget(task.chain)
         """The chain up to the deepest position whose parts fit into the import budget."""
+        self.tail_starts: set[int] = set()
+        """Where tails in the own store go on with this prompt's tokens."""
         self.received_bytes = 0
         self.new_parts: list[Part] = []
         self.reasons: list[str] = []
@@ -200,6 +202,7 @@ class Holdings:
             ]
             for tail_hash, block in found:
                 if block.end <= self._task.target and hash_tail(parent_hash, start, block.token_count) == tail_hash:
+                    self.tail_starts.add(start)
                     self.add_tail(block)
         return bool(self._alternatives)
 

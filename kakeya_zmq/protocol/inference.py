@@ -601,7 +601,7 @@ class InferenceService:
         def hash_tail(parent_hash: bytes, start: int, count: int) -> bytes:
             return self._hash_block(session.history[start : start + count], parent_hash)
 
-        supersede(self._store, parts, fingerprint=self._fingerprint, hash_tail=hash_tail)
+        supersede(self._store, [part.meta for part in parts], fingerprint=self._fingerprint, hash_tail=hash_tail)
 
     def _not_encoded(self, lost_parts: int) -> list[InferenceEffect]:
         """Count parts that the codec could not store; the user is told once, however often it happens."""

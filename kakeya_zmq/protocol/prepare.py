@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kakeya_zmq.blocks import Part, bind_parts
+from kakeya_zmq.blocks import Block, Part, bind_parts
 from kakeya_zmq.coverage import describe_gap
 from kakeya_zmq.engine import (
     KV_NOT_ENCODED,
@@ -73,7 +73,7 @@ from kakeya_zmq.protocol.prepare_values import (
 from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import LocalProtocolError
-from wire.messages import Explanation, PrefillPolicy, SourceKind
+from wire.messages import Explanation, PartMeta, PrefillPolicy, SourceKind
 
 __all__ = [
     "TRANSITIONS",
@@ -128,6 +128,8 @@ class PromptPreparation:
         self._rates = rates
         self._holdings = Holdings(task, store, set_value)
         self._hash_tail = hash_tail
+        self._computed: list[PartMeta] = []
+        """What was computed here, oldest first."""
         self._following = (
             Following(task, self._holdings, rates, flights, store) if flights is not None and store is not None else None
         )
@@ -431,10 +433,8 @@ class PromptPreparation:
                     parts = bind_parts(self._task.chain, raw_parts)
                 except ValueError:  # parts the chain does not know cannot be kept; the session's KV is right all the same
                     return [*effects, Count("capture_mismatches")]
-                effects += self._holdings.keep_computed(parts, now)
-                if self._store is not None and not self._task.facts.requirement.state:
-                    supersede(self._store, parts, fingerprint=self._task.fingerprint, hash_tail=self._hash_tail)
-                return effects
+                self._computed += [part.meta for part in parts]
+                return [*effects, *self._holdings.keep_computed(parts, now)]
             case CommandFailed(message=message, position=position):
                 self.position = position
                 self._failure = message
@@ -502,6 +502,11 @@ class PromptPreparation:
         if self._following is not None:
             self._following.leave()
         self._holdings.release()
+        if self._store is not None and not self._task.facts.requirement.state:
+            # Only now: what the prefix was built from was held fast until here, perhaps against the capture of a block.
+            blocks: list[Block | PartMeta] = [*self._computed]
+            blocks += [block for block in self._task.chain.blocks if block.start in self._holdings.tail_starts]
+            supersede(self._store, blocks, fingerprint=self._task.fingerprint, hash_tail=self._hash_tail)
         self._enter(Phase.FINISHED)
         if self._cancelled:
             self.outcome = Cancelled(self.position, self.new_parts)

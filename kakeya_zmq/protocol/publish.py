@@ -374,7 +374,9 @@ class Publisher:
     def _concluded(self, active: _Active, result: PublishResult, now: float) -> list[Effect]:
         kept = result.stored_parts + result.already_held_parts
         if kept == 0 and result.refused_parts > 0:
-            self._pause(active, now + self._settings.full_pause_s)
+            if active.phase is DeliveryPhase.OFFERED:
+                # Refused before anything was sent: it has no room. A transfer that broke says nothing about room.
+                self._pause(active, now + self._settings.full_pause_s)
             return self._fail(active, "was refused", now, cancel=False)
         effects: list[Effect] = [Count("publish_successes")]
         if active.phase is DeliveryPhase.SENDING:

@@ -2,7 +2,7 @@
 
 Rules
 - A revocation is taken when its signature holds and its issuer may revoke: with a roster, who is listed there as an
-  administrator; without, a node whose key is bound to its name here (docs/decisions/0014).
+  administrator; without, a node whose key is bound to its name here (docs/decisions/0016).
 - A key is revoked once and for good; a second revocation of it is no news. Who is revoked cannot revoke.
 - The book is bounded; a full one takes no more, and says so.
 
@@ -57,7 +57,8 @@ class RevocationBook:
     def __contains__(self, identity_public_key: object) -> bool:
         return identity_public_key in self._keys
 
-    def keys(self) -> tuple[bytes, ...]:
+    @property
+    def revoked_keys(self) -> tuple[bytes, ...]:
         """All revoked identity keys."""
         return tuple(self._keys)
 

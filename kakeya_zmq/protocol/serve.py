@@ -29,7 +29,9 @@ A lane may finish before all its events were read by us only in that order: even
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import assert_never
+from typing import Final, assert_never
+
+from msgspec.structs import replace
 
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.protocol.effects import (
@@ -72,6 +74,7 @@ from wire.bulk import choose_suite
 from wire.codec import pack_bitmap
 from wire.errors import CapacityError, FailureCode, InvalidInput, RemoteProtocolError
 from wire.ids import LeaseId, NodeId
+from wire.limits import HASH_BYTES
 from wire.messages import (
     CipherSuite,
     Credit,
@@ -90,6 +93,8 @@ from wire.messages import (
 )
 
 __all__ = ["NO_LEASE", "CacheService"]
+NOWHERE: Final = bytes(HASH_BYTES)
+"""A namespace without content: no compatibility tuple has this hash."""
 
 
 class CacheService:
@@ -104,6 +109,7 @@ class CacheService:
         lanes_max, lanes_per_node_max: transfers at one time, in all and for one peer.
         lease_ms_max: longer leases are cut to this.
         accepts: which fingerprints may be published here; by default all.
+        hides: (node id, fingerprint) → whether that namespace does not exist for that node.
     """
 
     def __init__(
@@ -118,6 +124,7 @@ class CacheService:
         lanes_per_node_max: int = 8,
         lease_ms_max: int = 120_000,
         accepts: Callable[[bytes], bool] = lambda fingerprint: True,
+        hides: Callable[[str, bytes], bool] = lambda node_id, fingerprint: False,
     ) -> None:
         self._store = store
         self._new_lane = lanes
@@ -128,6 +135,7 @@ class CacheService:
         self._lanes_per_node_max = lanes_per_node_max
         self._lease_ms_max = lease_ms_max
         self._accepts = accepts
+        self._hides = hides
         self._transfers: dict[LaneId, Transfer] = {}
         self._open: dict[RequestKey, LaneId] = {}
         """Requests that have not ended; exactly the transfers that are not CLOSING."""
@@ -189,7 +197,7 @@ class CacheService:
             return [Count("cache_repeated_requests")]  # the server shell's numbering forbids it; never answer twice
         match body:
             case Lookup():
-                return self._lookup(key, body, now)
+                return self._lookup(event, body, now)
             case ReleaseLease(lease_id=lease_id):
                 self._store.release(LeaseId(lease_id))
                 return [SendReply(key, Done())]
@@ -200,7 +208,11 @@ class CacheService:
             case _:
                 return []
 
-    def _lookup(self, key: RequestKey, body: Lookup, now: float) -> list[Effect]:
+    def _lookup(self, event: RequestArrived, body: Lookup, now: float) -> list[Effect]:
+        key = event.key
+        # What is hidden is looked for where nothing is, so that it takes the way, and the time, of a miss.
+        hidden = self._hides(event.node_id, body.fingerprint)
+        body = replace(body, fingerprint=NOWHERE if hidden else body.fingerprint)
         try:
             answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max)
         except RemoteProtocolError as error:  # the peer's bytes, not our fault
@@ -243,7 +255,7 @@ class CacheService:
 
     def _publish(self, event: RequestArrived, body: PublishOffer, now: float) -> list[Effect]:
         key = event.key
-        if not self._accepts(body.fingerprint):
+        if not self._accepts(body.fingerprint) or self._hides(event.node_id, body.fingerprint):
             return self._refuse(key, FailureCode.PERMISSION_DENIED, "this node does not store that namespace")
         suite = self._suite(body.suites)
         problem = "no usable cipher suite" if suite is None else offer_problem(body, self._store, self._part_bytes_max)

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kakeya_zmq.blocks import Part
+from kakeya_zmq.blocks import Block
 from kakeya_zmq.protocol.prepare_values import TailHash
 from kakeya_zmq.store import BlockStore
-from wire.messages import Cut, PartKind
+from wire.messages import Cut, PartMeta
 
 
-def supersede(store: BlockStore, parts: Iterable[Part], *, fingerprint: bytes, hash_tail: TailHash) -> int:
-    """Drop stored tails that are the beginnings of blocks just stored, and note that on the blocks.
+def supersede(store: BlockStore, blocks: Iterable[Block | PartMeta], *, fingerprint: bytes, hash_tail: TailHash) -> int:
+    """Drop stored tails that are the beginnings of these blocks, and note that on the blocks.
 
     Args:
-        parts: all kinds of the new blocks, already put.
+        blocks: of the own tokens, with all their kinds put; those that are not held are skipped.
         hash_tail: hashes the own tokens.
 
     Returns:
         How many tails were dropped.
     """
     dropped = 0
-    longer = {part.meta.block_hash: part.meta for part in parts if part.meta.kind is not PartKind.STATE}
-    for block in longer.values():
+    for block in {block.block_hash: block for block in blocks}.values():
         for tail in store.tails(block.parent_hash, fingerprint=fingerprint, block_tokens=block.token_count):
             if hash_tail(block.parent_hash, block.start, tail.token_count) != tail.block_hash:
                 continue

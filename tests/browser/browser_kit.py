@@ -127,6 +127,17 @@ class Browser:
         )
         self.driver.execute_script(script, self.one(selector), text)
 
+    def offer_key(self, key: str) -> None:
+        """Type an API key into its dialog."""
+        self.click("#key-button")
+        self.type("#api-key", key)
+        self.click("#key-dialog button[type=submit]")
+
+    def give_key(self, key: str) -> None:
+        """Give the right API key."""
+        self.offer_key(key)
+        wait_until(lambda: self.text("#key-button") == "Key given", "the key is taken")
+
     def run(self, script: str, *arguments: object) -> Any:
         return self.driver.execute_script(script, *arguments)
 

@@ -21,7 +21,7 @@ from wire.keys import write_secret_file
 
 KEY: Final = b"pictures " * 4
 FLAGS: Final = ("--telemetry-interval-s", "0.5", "--ttl-seconds", "60", "--cache-gb", "1")
-PRIMARY_FLAGS: Final = (*FLAGS, "--prefill-worker-timeout-s", "120")
+PRIMARY_FLAGS: Final = (*FLAGS, "--prefill-worker-timeout-s", "120", "--primary-prefill-penalty-ms", "20000")
 REGIONS: Final = {
     "primary": ("head", "Studio"),
     "worker": ("hybrid", "Office"),
@@ -93,8 +93,9 @@ def take_pictures(browser: Browser, fleet: Fleet, folder: Path) -> None:
     browser.scheme("dark")
     browser.resize(WIDE)
     browser.go("requests")
+    browser.give_key(KEY.decode().strip())
     browser.wait_text("append", "#view-requests")
-    browser.one("#view-requests tr:has(.source-worker):has(.stretches) button").click()
+    browser.click("#view-requests tr:has(.stretches) button")
     browser.wait_text("Where it came from", "#view-requests")
     browser.run("scrollTo(0, 0); document.activeElement.blur()")
     browser.screenshot(folder / "dashboard-requests.png")

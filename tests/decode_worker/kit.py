@@ -164,3 +164,43 @@ def life(name: str, prompt: np.ndarray[Any, Any], parts: tuple[Any, ...], count:
 
 def whole_import(name: str, parts: tuple[Any, ...]) -> ImportPrefix:
     return ImportPrefix(name, parts[-1].start + parts[-1].token_count, parts)
+
+
+def kill_at_every_message(
+    engine: DecodeWorkerEngine,
+    boundaries: Boundaries,
+    before: Sequence[Command],
+    then: Sequence[Command],
+    wanted: Sequence[Event],
+    every: int = 1,
+) -> int:
+    """Run ``then`` (after ``before``) again and again, each time killed at another message: when it was sent, or answered.
+
+    Args:
+        wanted: the events of ``then``.
+        every: 1 takes all of these moments, 3 each third.
+
+    Returns:
+        How many kills there were.
+    """
+    session_id = then[0].session_id
+    names: list[str] = []
+    kills = 0
+    at = -1
+    while True:
+        # A child that was killed with the last message is replaced now, so that the messages below are always the same ones.
+        run(engine, [OpenSession("revive"), Prefill("revive", np.zeros(1, dtype=np.int32)), CloseSession("revive")])
+        run(engine, before)
+        boundaries.arm(at, lambda: kill(engine))
+        assert run(engine, then) == list(wanted), (at, boundaries.seen)
+        assert boundaries.at == -1, "the kill did not come"
+        run(engine, [CloseSession(session_id)])
+        if not names:
+            names = list(boundaries.seen)
+            # "before" a message is the moment after the last one was received.
+            moments = [index for index, name in enumerate(names) if name.startswith(("sent", "received"))][::every]
+        else:
+            kills += 1
+        if kills == len(moments):
+            return kills
+        at = moments[kills]

@@ -101,7 +101,7 @@ def undisturbed(engine: ToyEngine, command: Command, steps: int) -> list[Event]:
     if isinstance(command, Decode) and command.sampling.temperature and command.sampling.seed is None:
         command = replace(command, sampling=replace(command.sampling, seed=SEED))
     iterator = iter(engine.handle(command))
-    events = []
+    events: list[Event] = []
     while len(events) < steps and (event := next(iterator, None)) is not None:
         events.append(comparable(event))
     # As the real engine: the token handed out last has no KV when a decode is left.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from tests.decode_worker.kit import (
     exported,
     failures_of,
     kill,
+    kill_at_every_message,
     life,
     run,
     tiny_model_settings,
@@ -71,33 +72,16 @@ def opened(prompt: Any, name: str = "s") -> list[Command]:
     return [OpenSession(name), Prefill(name, prompt[:-1])]
 
 
-def kill_at_every_message(
-    engine: DecodeWorkerEngine,
-    boundaries: Boundaries,
-    before: Sequence[Command],
-    then: Sequence[Command],
-    wanted: list[Event],
-) -> int:
-    """Run ``then`` again and again, killed at another message of it each time; returns how many there were."""
-    at = 0
-    while True:
-        run(engine, before)
-        boundaries.arm(at, lambda: kill(engine))
-        assert run(engine, then) == wanted, (at, boundaries.seen)
-        run(engine, [CloseSession("s")])
-        at += 1
-        while at < len(boundaries.seen) and boundaries.seen[at].startswith("before"):  # the moment after "received"
-            at += 1
-        if at >= len(boundaries.seen):
-            return at
-
-
 def test_a_kill_at_every_message_of_a_generation_changes_no_token(
     child: DecodeWorkerEngine, boundaries: Boundaries, local: Engine
 ) -> None:
     """Sampled, which greedy is a case of; test_toy_child and the slow tests below do both, and whole lives."""
-    before = [OpenSession("s"), whole_import("s", exported(local, PROMPT[:IMPORTED])), Prefill("s", PROMPT[IMPORTED:-1])]
-    then = [Decode("s", int(PROMPT[-1]), 2, (), SAMPLED)]
+    before: list[Command] = [
+        OpenSession("s"),
+        whole_import("s", exported(local, PROMPT[:IMPORTED])),
+        Prefill("s", PROMPT[IMPORTED:-1]),
+    ]
+    then: list[Command] = [Decode("s", int(PROMPT[-1]), 2, (), SAMPLED)]
     wanted = run(local, [*before, *then, CloseSession("s")])[-4:-1]
     assert len(tokens_of(wanted)) == 2
     assert kill_at_every_message(child, boundaries, before, then, wanted) >= 10
@@ -109,8 +93,8 @@ def test_a_kill_at_every_message_of_a_generation_changes_no_token(
 def test_a_kill_at_every_message_of_a_whole_life_changes_nothing(
     child: DecodeWorkerEngine, boundaries: Boundaries, local: Engine, sampling: Sampling
 ) -> None:
-    commands = life("s", PROMPT, exported(local, PROMPT[:IMPORTED]), 6, sampling)[:-1]
-    wanted = run(local, [*commands, CloseSession("s")])[:-1]
+    commands = life("s", PROMPT, exported(local, PROMPT[:IMPORTED]), 6, sampling)
+    wanted = run(local, commands)
     assert len(tokens_of(wanted)) == 12
     assert kill_at_every_message(child, boundaries, (), commands, wanted) > 80
 
@@ -146,7 +130,9 @@ def test_a_kill_in_prefill_decode_and_capture_with_each_storage(
 def test_two_sessions_in_turn_are_made_again(child: DecodeWorkerEngine, boundaries: Boundaries, local: Engine) -> None:
     prompts = {"a": PROMPT, "b": PROMPT[40:]}
     samplings = {"a": GREEDY, "b": SAMPLED}
-    wanted, found, running = {}, {name: [] for name in prompts}, {}
+    wanted: dict[str, list[int]] = {}
+    found: dict[str, list[int]] = {name: [] for name in prompts}
+    running: dict[str, Iterator[Event]] = {}
     for name, prompt in prompts.items():
         decode = Decode(name, int(prompt[-1]), 5, (), samplings[name])
         wanted[name] = tokens_of(run(local, [*opened(prompt, name), decode, CloseSession(name)]))
@@ -171,7 +157,7 @@ def test_a_kill_while_the_model_is_loaded_again_is_survived(
     wanted = tokens_of(run(local, [*commands, CloseSession("s")]))
     run(child, commands[:-1])
     kill(child)
-    loads = []
+    loads: list[str] = []
 
     def kill_first_load(name: str) -> None:
         if name == "received Told" and not loads:

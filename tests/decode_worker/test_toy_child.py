@@ -21,6 +21,7 @@ from kakeya_zmq.decode_worker.values import WorkerState, WorkerUnavailable
 from kakeya_zmq.engine import (
     Capture,
     CloseSession,
+    Command,
     CommandFailed,
     Decode,
     EngineMemory,
@@ -43,6 +44,7 @@ from tests.decode_worker.kit import (
     exported,
     failures_of,
     kill,
+    kill_at_every_message,
     life,
     run,
     stop,
@@ -82,28 +84,15 @@ def test_undisturbed_it_is_the_engine_itself(child: DecodeWorkerEngine) -> None:
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_kill_at_every_message_of_a_whole_life_changes_nothing(
-    child: DecodeWorkerEngine, boundaries: Boundaries, every: int
+    child: DecodeWorkerEngine, boundaries: Boundaries, sampling: Sampling, every: int
 ) -> None:
-    """Each run is killed at another message, while or after it is answered; ``every`` how many of these moments.
-
-    Greedy in even runs, sampled in odd ones.
-    """
-    wanted = {sampling: run(ToyEngine(), life("s", PROMPT, PARTS, 3, sampling)) for sampling in (GREEDY, SAMPLED)}
-    at = kills = 0
-    while True:
-        sampling = (GREEDY, SAMPLED)[kills % 2]
-        boundaries.arm(at, lambda: kill(child))
-        assert run(child, life("s", PROMPT, PARTS, 3, sampling)) == wanted[sampling], (at, boundaries.seen)
-        if at >= len(boundaries.seen):
-            break
-        kills += 1
-        for _ in range(every):
-            at += 1
-            while at < len(boundaries.seen) and boundaries.seen[at].startswith("before"):
-                at += 1  # the moment after the last "received"
+    commands = life("s", PROMPT, PARTS, 3, sampling)
+    kills = kill_at_every_message(child, boundaries, (), commands, run(ToyEngine(), commands), every)
     assert kills > 60 / every
     assert child.figures().hangs == 0
+    assert child.figures().restarts == kills
 
 
 def steps(engine: Any, command: Any) -> Iterator[Event]:
@@ -146,7 +135,7 @@ def test_an_idle_child_that_dies_is_replaced_when_it_is_wanted(child: DecodeWork
 
 
 def test_a_hang_is_recovered_from_inside_its_timeout(boundaries: Boundaries) -> None:
-    decode = [OpenSession("s"), Prefill("s", PROMPT), Decode("s", 1, 5, (), SAMPLED)]
+    decode: list[Command] = [OpenSession("s"), Prefill("s", PROMPT), Decode("s", 1, 5, (), SAMPLED)]
     wanted = run(ToyEngine(), decode)
     with worker(toy_settings(step_timeout_s=HANG_TIMEOUT_S), boundaries) as engine:
         boundaries.arm(40, lambda: stop(engine))

@@ -1,12 +1,13 @@
 """A child process around :class:`tests.decode_worker.toy_engine.ToyEngine`; its settings say how it should behave.
 
-``{"refuse": text}``: says that the model cannot be loaded. ``{"silent": true}``: never gets ready. ``{"weights": path}``: the
-file's length is part of the model's facts. Otherwise it serves.
+``{"refuse": text}``: says that the model cannot be loaded. ``{"silent": true}``: never gets ready. ``{"weights": path}``:
+the file's length is part of the model's facts. Otherwise it serves.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +40,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with contextlib.suppress(ChannelClosed):
         main()
-    except ChannelClosed:
-        pass

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kakeya_zmq.client import Client
+from tests.deploy.hanging_primary import SLOW_LOAD_S, TOKENS_BEFORE_HANG
 from tests.fleet_rig import BLOCK_TOKENS, Fleet, figure, model_folder, prompt, run_kakeya, wait_until, worker_only
 from wire.errors import FailureCode, RequestFailed
 
@@ -91,6 +92,7 @@ def test_a_worker_finishes_its_job_and_is_not_given_another(fleet: Fleet) -> Non
         assert figure(client, "prefill", "remote_job_failures") == 0
 
 
+@pytest.mark.slow
 def test_what_does_not_finish_in_time_is_handed_back(fleet: Fleet) -> None:
     fleet.start("primary", "worker", worker=("--drain-s", "0", *SMALL_STEPS))
     done: list[int] = []
@@ -165,3 +167,22 @@ def test_json_logs_are_json_to_the_last_line(fleet: Fleet) -> None:
     lines = [json.loads(line) for line in cache.log.read_text(encoding="utf-8").splitlines()]
     assert any("serves on" in line["text"] for line in lines)
     assert lines[-1]["text"].startswith("stopped")
+
+
+def test_a_stalled_decode_ends_the_daemon_with_an_error_and_a_slow_load_does_not(fleet: Fleet) -> None:
+    """So that launchd or systemd starts it again."""
+    stall_s = SLOW_LOAD_S / 2
+    flags = ("--decode-stall-s", str(stall_s), "--memory-poll-s", "0.1")
+    primary = fleet.add("primary", *flags, program=("tests.deploy.hanging_primary",))
+    primary.launch()
+    primary.wait_ready()
+    with primary.client() as client:
+        session = client.create_session()
+        session.append(prompt(100, seed=5))
+        answer = session.generate(50, inter_token_timeout_s=60)
+        assert len([next(answer) for _ in range(TOKENS_BEFORE_HANG)]) == TOKENS_BEFORE_HANG
+        with pytest.raises(RequestFailed):
+            next(answer)
+        assert primary.process is not None
+        assert primary.process.wait(30) == 1
+    assert "the model has been in one step for" in primary.last_lines()

@@ -103,8 +103,8 @@ def _kept(agent: Agent, healthy: Callable[[], bool]) -> Callable[[], bool]:
     "label",
     [
         "ai.kakeya.zmq-runtime-prefill",
-        "ai.kakeya.prefill-worker",
-        "ai.kakeya.prefill-network-peer",
+        pytest.param("ai.kakeya.prefill-worker", marks=pytest.mark.slow),
+        pytest.param("ai.kakeya.prefill-network-peer", marks=pytest.mark.slow),
         "ai.kakeya.prefill-network",
     ],
 )
@@ -125,7 +125,6 @@ def test_an_agent_runs_as_its_property_list_says_and_is_kept_alive(home: Home, l
         assert not agent.keep(), "what was told to stop stays stopped"
     text = agent.log.read_text(encoding="utf-8")
     assert "serves on" in text
-    assert agent.log.stat().st_mode & 0o077 == 0 or agent.log.stat().st_size > 0
     secret = (home.home / ".kakeya" / "fleet.psk").read_text(encoding="utf-8").strip()
     assert secret not in text
     assert secret not in " ".join(agent.document["ProgramArguments"])

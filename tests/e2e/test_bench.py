@@ -65,10 +65,13 @@ def bars_of(told: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def test_what_needs_no_prepared_model(tmp_path: Path) -> None:
-    code, told, shown = bench(tmp_path, "transfer", "store", "dedupe", "--check")
+    code, told, shown = bench(tmp_path, "transfer", "store", "security", "dedupe", "--check")
     assert code == 0, shown
     assert told["passed"] is True
-    assert list(told["benchmarks"]) == ["transfer", "store", "dedupe"]
+    assert list(told["benchmarks"]) == ["transfer", "store", "security", "dedupe"]
+    prices = told["benchmarks"]["security"]["figures"]
+    assert {"CURVE and sealed session", "AES-256-GCM on a chunk", "limits on a peer"} <= prices.keys()
+    assert all(price["with_us"]["median"] > 0 < price["without_us"]["median"] for price in prices.values())
     transfer = told["benchmarks"]["transfer"]["figures"]["1 MiB"]
     assert all(transfer[side]["median"] > 0 for side in ("kakeya", "bare pyzmq"))
     assert told["benchmarks"]["store"]["figures"]["blocks"] == 1_064

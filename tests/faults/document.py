@@ -35,7 +35,8 @@ def _overview() -> list[str]:
     lines = [
         "## The matrix",
         "",
-        "● tested in every run, ○ tested with `deploy/test.sh --all`, a number: cannot occur, with the reason below.",
+        "● tested in every run, ○ tested with `deploy/test.sh --all`, a number: cannot occur, with the reason below"
+        + (", ✗ fails today, with what is seen below." if _known_bugs() else "."),
         "",
         "| | " + " | ".join(step.value for step in Step) + " |",
         "|---" * (len(Step) + 1) + "|",
@@ -45,10 +46,16 @@ def _overview() -> list[str]:
     return [*lines, ""]
 
 
+def _known_bugs() -> bool:
+    return any(isinstance(entry, Cell) and entry.known_bug for row in MATRIX.values() for entry in row.values())
+
+
 def _sign(entry: Entry) -> str:
     match entry:
         case Never(reason=reason):
             return str(_all_reasons().index(reason) + 1)
+        case Cell(known_bug=bug) if bug:
+            return "✗"
         case Cell(slow=slow):
             return "○" if slow else "●"
 
@@ -77,7 +84,7 @@ def _details() -> list[str]:
             entry = MATRIX[fault][step]
             if isinstance(entry, Cell):
                 grow, steady = (", ".join(f"`{name}`" for name in names) for names in (entry.counts, entry.steady))
-                says = f"“{entry.says}”" if entry.says else ""
+                says = entry.known_bug or (f"“{entry.says}”" if entry.says else "")
                 lines.append(f"| {fault.value} | {step.value} | {grow} | {steady} | {says} |")
     return [*lines, ""]
 

@@ -82,6 +82,7 @@ class Cell:
 
     ``counts``: figures ``node.section.name`` that must have grown. ``steady``: figures that must not. ``says``: words in the
     explanation's reasons, or in one of the primary's noteworthy events. ``elsewhere``: the test that covers it.
+    ``known_bug``: why it fails today.
     """
 
     counts: tuple[str, ...] = ()
@@ -90,6 +91,7 @@ class Cell:
     network: Network = Network.PROXIED
     slow: bool = False
     elsewhere: str = ""
+    known_bug: str = ""
 
 
 @dataclass(frozen=True, slots=True)

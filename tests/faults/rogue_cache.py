@@ -80,14 +80,17 @@ def _rogue_feed(mode: str, honest: Any) -> Any:
 def _boasting(honest: Any) -> Any:
     def on(service: CacheService, event: Any, now: float) -> Sequence[Any]:
         effects = honest(service, event, now)
-        if not (isinstance(event, fx.RequestArrived) and isinstance(event.body, Lookup)):
+        asked = event.body if isinstance(event, fx.RequestArrived) else None
+        if not isinstance(asked, Lookup):
             return list(effects)
-        all_of_them = pack_bitmap([True] * (len(event.body.block_hashes) // HASH_BYTES))
+        lease_ms = asked.lease_ms
+        all_of_them = pack_bitmap([True] * (len(asked.block_hashes) // HASH_BYTES))
 
         def boast(effect: Any) -> Any:
             if isinstance(effect, fx.SendReply) and isinstance(effect.body, LookupReply):
                 present = (all_of_them, all_of_them, effect.body.present[2])
-                return replace(effect, body=msgspec.structs.replace(effect.body, present=present))
+                lease = {"lease_id": os.urandom(16), "lease_ms": lease_ms}
+                return replace(effect, body=msgspec.structs.replace(effect.body, present=present, **lease))
             return effect
 
         return [boast(effect) for effect in effects]

@@ -90,6 +90,8 @@ def test_no_request_fails_while_the_key_is_rotated_across_three_daemons(
 ) -> None:
     machines = Machines(fleet)
     keys = {name: ("--fleet-psk-file", str(path)) for name, path in machines.files.items()}
+    tenant = ("--tenant-key-file", str(fleet.home / "tenant.key"))
+    keys |= {name: (*keys[name], *tenant) for name in ("primary", "worker")}
     # The client of the users reads the primary's file: it is on that machine.
     fleet.psk_file = machines.files["primary"]
     fleet.start("primary", "worker", "cache", **keys)
@@ -138,7 +140,6 @@ def test_no_request_fails_while_the_key_is_rotated_across_three_daemons(
             prompt = rig.prompt(640, next(seeds))
             found = rig.answer(client, prompt, TOKENS, use_local_cache=False)
             assert found.tokens == reference.answer(prompt, TOKENS)
-            print(found.reused, found.reasons)
             return SourceKind.WORKER in found.reused
 
         wait_until(helped, "the fleet helps under the new key as under the old one")

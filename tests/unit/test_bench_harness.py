@@ -185,7 +185,14 @@ def test_one_that_cannot_be_measured_fails_the_run_but_not_the_others(
     assert last["passed"] is False
 
 
-@pytest.mark.parametrize("arguments", [["nonsense"], ["store", "--rounds", "-1"], ["store", "--threads", "-1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        *(["store", "--rounds", value] for value in ("-1", "0")),
+        *(["store", "--threads", value] for value in ("-1", "0", "5000")),
+    ],
+)
 def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -116,7 +116,7 @@ def test_every_prefill_value_is_documented() -> None:
 
 def test_every_figure_of_a_status_section_is_documented() -> None:
     figures = section_figures()
-    assert figures.keys() == {"node", "of the dispatcher", "primary", "worker", "budget", "memory"}
+    assert figures.keys() == {"node", "of the dispatcher", "primary", "worker", "budget", "memory", "keys", "roster"}
     figures["cache"] = set(StoreStats.__dataclass_fields__)
     figures["node"] |= figures.pop("of the dispatcher") | traffic_figures()
     for name, names in figures.items():

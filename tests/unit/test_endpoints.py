@@ -298,3 +298,13 @@ def test_an_endpoint_that_comes_and_goes_does_not_take_the_node_along(period_s: 
         world.run(period_s)
     # Each use of the flapping endpoint costs two switches, and each break doubles the time it must hold before the next one.
     assert world.switches - before <= 2 * 8
+
+
+def test_an_endpoint_of_a_newer_key_is_preferred_whatever_its_priority() -> None:
+    newer = EndpointOffer("tail:2", "tailscale", 25, generation=1)
+    choice = started(BOLT)
+    assert choice.on(Offered((BOLT, newer)), 1.0) == [Dial("tail:2")]
+    assert up(choice, "tail:2", 1.5) == []
+    assert choice.on(EndpointTick(), 1.5 + em.SETTLE_S) == [Use("tail:2"), HangUp("bolt:1")]
+    # And nothing goes back to the older one while the newer one works.
+    assert choice.on(EndpointTick(), 1000.0) == []

@@ -206,6 +206,37 @@ def test_import_then_continue_equals_an_unbroken_run(kind: str) -> None:
                 assert bytes(part.payload) == bytes(whole[key].payload), key
 
 
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_the_beginning_of_a_longer_block_is_as_good_as_the_tail_itself(kind: str) -> None:
+    """What a cut is imported from: rows up to a position inside of the last block; state cannot be had like that."""
+    engine = make_engine(kind)
+    requirement = engine.facts.requirement
+    tokens = prompt(601)
+    parts = prefilled(engine, "whole", tokens)
+    for position in (65, 100, 319, 577):
+        session = f"cut-{position}"
+        prefilled(engine, f"own-{position}", tokens[: position + 1])
+        expected = tokens_of(run(engine, decode_command(f"own-{position}", tokens[position], 16)))
+        start = position - requirement.window_tokens
+        needed = [
+            part
+            for part in parts
+            if part.start < position
+            and (
+                part.kind is not PartKind.WINDOW
+                or part.start + part.token_count > start
+                or part.start < requirement.sink_tokens
+            )
+        ]
+        opened(engine, session)
+        (event,) = run(engine, ImportPrefix(session, position, tuple(needed)))
+        if requirement.state:
+            assert isinstance(event, CommandFailed)
+            continue
+        assert isinstance(event, PrefixImported), event
+        assert tokens_of(run(engine, decode_command(session, tokens[position], 16))) == expected
+
+
 def test_a_damaged_part_changes_the_result() -> None:
     """The control of the test above: equality means something."""
     engine = make_engine("gemma3_text")

@@ -7,11 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kakeya_zmq.engine import Capture, Decode, ImportPrefix, Prefill
-from kakeya_zmq.protocol.effects import CommandEnded, RequestKey, RunCommand
+from kakeya_zmq.engine import KV_NOT_ENCODED, Capture, Decode, ImportPrefix, Prefill
+from kakeya_zmq.protocol.effects import CommandEnded, Count, Note, RequestKey, RunCommand
 from kakeya_zmq.protocol.inference import InferenceSettings, PublishParts
 from tests.unit.inference_kit import InferenceHost
-from tests.unit.preparation_kit import BLOCK, FULL, REQUIREMENTS, WINDOWED, all_parts, chain_of, new_store, tokens_of
+from tests.unit.preparation_kit import (
+    BLOCK,
+    FULL,
+    REQUIREMENTS,
+    STATEFUL,
+    WINDOW_ONLY,
+    WINDOWED,
+    all_parts,
+    chain_of,
+    new_store,
+    tokens_of,
+)
 from wire.errors import FailureCode
 from wire.messages import (
     Appended,
@@ -473,3 +484,59 @@ def test_no_progress_goes_to_somebody_who_has_cancelled() -> None:
         host.step()
     host.cancel(key)  # the host fails on any progress or answer for it from now on
     host.finish()
+
+
+# --- one K/V a token -----------------------------------------------------------------------------------------------------
+
+
+def stored_tokens(host: InferenceHost) -> int:
+    """Tokens of all parts in the store, each as often as it is stored."""
+    events = host.store.events_since(0)
+    assert events is not None
+    held = {event.ref for event in events if host.store.has(event.ref)}
+    return sum(part.meta.token_count for ref in held if (part := host.store.get(ref)) is not None)
+
+
+@pytest.mark.parametrize("requirement", [FULL, WINDOW_ONLY])
+def test_a_chat_stores_and_publishes_each_token_once_and_its_prompts_still_hit(requirement: Requirement) -> None:
+    host = InferenceHost(requirement, settings=InferenceSettings(publish_delay_s=3.0))
+    session_id = host.create()
+    prompts = []
+    for turn in range(10):
+        host.append(session_id, tokens_of(13 + turn % 3, seed=turn))
+        host.settle()
+        prompts.append(history(host, session_id))
+        run_generate(host, session_id, 7)
+    host.close(session_id)
+    host.settle()
+    total = len(prompts[-1]) + 7
+    assert stored_tokens(host) == total - 1, "the last token has no KV"
+    by_ref = {ref: host.store.get(ref) for ref in host.published}
+    assert all(by_ref.values()), "nothing was published that is not stored"
+    assert sum(part.meta.token_count for part in by_ref.values() if part is not None) == total - 1
+    computed = host.counts["tokens_computed"]
+    for tokens in prompts:
+        again = host.create()
+        host.append(again, np.array(tokens, np.int32))
+        host.settle()
+    assert host.counts["tokens_computed"] == computed, "every prompt of the chat is a full hit"
+
+
+def test_models_with_state_keep_their_tails() -> None:
+    host = InferenceHost(STATEFUL, settings=InferenceSettings(publish_delay_s=3.0))
+    session_id = host.create()
+    host.append(session_id, tokens_of(20))
+    host.settle()
+    run_generate(host, session_id, 30)
+    again = host.create()
+    computed = host.counts["tokens_computed"]
+    host.append(again, tokens_of(20))
+    host.settle()
+    assert host.counts["tokens_computed"] == computed
+
+
+def test_kv_that_the_codec_cannot_store_is_told_once_and_counted() -> None:
+    host = InferenceHost(FULL)
+    effects = [effect for _ in range(3) for effect in host.service._not_encoded(2)]
+    assert [effect for effect in effects if isinstance(effect, Note)] == [Note("error", KV_NOT_ENCODED)]
+    assert sum(effect.amount for effect in effects if isinstance(effect, Count)) == 6

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import pytest
 
 from kakeya_zmq.blocks import Part, needed_parts
-from kakeya_zmq.engine import ImportPrefix, Prefill
+from kakeya_zmq.engine import ImportPrefix, Prefill, TokenArray
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.effects import (
     NO_CONNECTION,
@@ -58,6 +59,7 @@ from tests.unit.preparation_kit import (
     chain_of,
     new_store,
     preparation,
+    tail_of,
     tokens_of,
 )
 from wire.codec import pack_bitmap, unpack_hashes
@@ -66,6 +68,7 @@ from wire.ids import NodeId
 from wire.messages import (
     CipherSuite,
     Credit,
+    Cut,
     Done,
     Fetch,
     JobAccepted,
@@ -473,6 +476,62 @@ def test_a_worker_that_cannot_store_our_kv_is_left_alone_for_a_while() -> None:
     second = desk(65, FULL, workers=["w"], rates=rates)
     second.run_engine()
     assert second.asks(SubmitJob) == []
+
+
+def cut_at(end: int, longer: TokenArray, requirement: Requirement) -> tuple[Cut, tuple[Part, ...]]:
+    """The cut at the first ``end`` tokens of a longer prompt, and all parts of that one up to the cut's block."""
+    tail, block = tail_of(longer, end), tail_of(longer, -(-end // BLOCK) * BLOCK)
+    cut = Cut(
+        parent_hash=tail.parent_hash,
+        block_hash=tail.block_hash,
+        token_count=tail.token_count,
+        within=block.block_hash,
+        within_tokens=BLOCK,
+        kinds=3 if requirement.window_tokens else 1,
+    )
+    return cut, all_parts(longer[: block.end], requirement)
+
+
+@pytest.mark.parametrize("grid", [0, 32])
+@pytest.mark.parametrize("requirement", [FULL, WINDOWED])
+def test_a_repeat_hits_fully_although_its_tail_has_become_a_cut(requirement: Requirement, grid: int) -> None:
+    history = np.concatenate([tokens_of(71), tokens_of(30, seed=5)])  # the prompt, and its answer
+    cut, parts = cut_at(70, history, requirement)
+    settings = PreparationSettings(remote_minimum_tokens=8, import_grid_tokens=grid)
+    store = new_store(parts)
+    assert store.cut(cut, fingerprint=FINGERPRINT)
+    home = desk(71, requirement, store=store, settings=settings)
+    home.run_engine()
+    assert kinds(home.ready()) == [(SourceKind.HOT, 0, 70)]
+
+    d = desk(71, requirement, caches=["a"], settings=settings)
+    lookup = d.asks(Lookup)[0]
+    reply = found(lookup, parts).body
+    assert isinstance(reply, LookupReply)
+    d.feed(AskReplied(lookup.ask, msgspec.structs.replace(reply, cuts=(cut,))))
+    ask, fetch = fetch_of(d)
+    lane = d.grant(ask.ask)
+    assert {wanted.token_count for wanted in lane.expected} == {BLOCK}, "the whole block comes"
+    by_ref = {part.meta.ref: part for part in parts}
+    d.deliver(lane, tuple(by_ref[ref] for ref in fetch.parts))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.REMOTE_CACHE, 0, 70)]
+
+
+def test_a_cut_of_other_tokens_and_a_cut_of_state_are_not_used() -> None:
+    cut, parts = cut_at(70, tokens_of(101, seed=9), FULL)
+    d = desk(71, FULL, caches=["a"])
+    lookup = d.asks(Lookup)[0]
+    reply = found(lookup, ()).body
+    assert isinstance(reply, LookupReply)
+    d.feed(AskReplied(lookup.ask, msgspec.structs.replace(reply, cuts=(cut,))))
+    assert d.asks(Fetch) == []
+    cut, parts = cut_at(70, np.concatenate([tokens_of(71), tokens_of(30, seed=5)]), STATEFUL)
+    store = new_store(parts)
+    assert store.cut(cut, fingerprint=FINGERPRINT)
+    stateful = desk(71, STATEFUL, store=store)
+    stateful.run_engine()
+    assert kinds(stateful.ready()) == [(SourceKind.HOT, 0, 64), (SourceKind.COMPUTED, 64, 70)]
 
 
 def test_a_silent_peer_is_given_up_at_the_lookup_timeout() -> None:

@@ -34,7 +34,16 @@ def settings() -> Settings:
 
 def desk(reactor: Reactor, settings: Settings, folder: Path, key: FleetKey = KEY) -> Security:
     told: list[str] = []
-    return Security(reactor, settings, identity=identity("me"), fleet_key=key, folder=folder, refused=told.append)
+    return Security(
+        reactor,
+        settings,
+        identity=identity("me"),
+        fleet_key=key,
+        folder=folder,
+        refused=told.append,
+        expel=lambda key, node_id, reason: told.append(reason),
+        forgotten=told.append,
+    )
 
 
 def kinds(folder: Path) -> list[str]:

@@ -42,6 +42,7 @@ from wire.ids import LeaseId, NodeId
 from wire.messages import (
     CipherSuite,
     Credit,
+    Cut,
     Done,
     Fetch,
     GetStatus,
@@ -501,6 +502,38 @@ def test_the_longest_prefix_that_fits_is_taken() -> None:
         key,
         PublishResult(stored_parts=2, already_held_parts=2, refused_parts=2, reason="the store has no room for all of them"),
     )
+
+
+def test_an_offer_that_contains_a_tail_replaces_it_here_too() -> None:
+    peer = Peer()
+    tail = make_parts(make_chain(24, seed=4))[1]
+    blocks = make_parts(make_chain(32, seed=4))
+    peer.hold([blocks[0], tail])
+    cut = Cut(
+        parent_hash=tail.meta.parent_hash,
+        block_hash=tail.meta.block_hash,
+        token_count=8,
+        within=blocks[1].meta.block_hash,
+        within_tokens=16,
+        kinds=1,
+    )
+    offered = msgspec.structs.replace(offer(blocks), cuts=(cut,))
+    _, effects = peer.ask(offered)
+    lane = only(effects, BindReceiver).lane
+    peer.on(LaneOpened(lane, GRANT))
+    assert peer.store.has(tail.meta.ref), "not before its rows are there"
+    peer.on(PartsReceived(lane, blocks[1:]))
+    assert not peer.store.has(tail.meta.ref)
+    reply = peer.lookup([blocks[0].meta.block_hash])
+    assert (reply.tails, reply.cuts) == ((), (cut,))
+    _, effects = peer.ask(fetch(LeaseId(reply.lease_id), [blocks[0], blocks[1]]))
+    assert only(effects, BindSender)
+    _, effects = peer.ask(offer([tail]))
+    result = only(effects, SendReply).body
+    assert isinstance(result, PublishResult)
+    assert (result.already_held_parts, result.stored_parts) == (1, 0), "the tail is not taken again"
+    wrong = msgspec.structs.replace(offered, cuts=(msgspec.structs.replace(cut, within_tokens=15),))
+    assert failure_code(peer.ask(wrong)[1]) is FailureCode.INVALID_ARGUMENT
 
 
 def test_an_offer_that_is_never_sent_evicts_nothing_and_is_not_promised_twice() -> None:

@@ -15,7 +15,7 @@ from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
 from wire import limits
 from wire.errors import CapacityError, FailureCode, InvalidInput
 from wire.ids import LeaseId
-from wire.messages import PartKind, PartRef
+from wire.messages import Cut, PartKind, PartRef, Requirement
 
 
 def make_store(max_bytes: int = 1000) -> BlockStore:
@@ -509,3 +509,83 @@ def test_a_survey_tells_presence_and_mean_sizes() -> None:
     store.note_lookup(hit=True)
     store.note_lookup(hit=False)
     assert (store.stats().lookup_hits, store.stats().lookup_misses) == (1, 1)
+
+
+# --- cuts --------------------------------------------------------------------------------------------------------------
+
+
+def cut_of(tail: Part, block: Part, kinds: int = 1) -> Cut:
+    return Cut(
+        parent_hash=tail.meta.parent_hash,
+        block_hash=tail.meta.block_hash,
+        token_count=tail.meta.token_count,
+        within=block.meta.block_hash,
+        within_tokens=block.meta.token_count,
+        kinds=kinds,
+    )
+
+
+def grown() -> tuple[BlockStore, list[Part], Part, Part]:
+    """A store that holds two blocks, the tail after the first one that the second one contains, and a longer such tail."""
+    store = BlockStore(1000, random_bytes=CountingBytes())
+    blocks = list(make_parts(make_chain(32, seed=3)))
+    short, longer = make_parts(make_chain(20, seed=3))[1], make_parts(make_chain(27, seed=3))[1]
+    for part in (*blocks, short, longer):
+        store.put(part, fingerprint=FINGERPRINT, now=0.0)
+    return store, blocks, short, longer
+
+
+def test_a_cut_drops_the_tail_and_is_found_in_its_place() -> None:
+    store, blocks, short, longer = grown()
+    used = store.stats().bytes_used
+    cut = cut_of(short, blocks[1])
+    assert store.cut(cut, fingerprint=FINGERPRINT)
+    assert not store.has(short.meta.ref)
+    assert store.stats().bytes_used == used - short.meta.length_bytes
+    assert store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT) == (cut,)
+    assert store.cuts_within(blocks[1].meta.block_hash) == (cut,)
+    assert store.put(short, fingerprint=FINGERPRINT, now=0.0) is PutOutcome.ALREADY_HELD, "not stored a second time"
+    requirement = Requirement(block_tokens=16, full=True)
+    found = store.find([blocks[0].meta.block_hash], fingerprint=FINGERPRINT, requirement=requirement)
+    assert found.cuts == (cut,)
+    assert blocks[1].meta.ref in {held.ref for held in found.parts}, "a lease covers what is promised"
+    both = store.find([part.meta.block_hash for part in blocks], fingerprint=FINGERPRINT, requirement=requirement)
+    assert both.cuts == (), "who asks for the block has no use for its beginning"
+    assert [tail.block_hash for tail in both.tails] == [longer.meta.block_hash]
+
+
+def test_a_tail_that_contains_cuts_hands_them_on_and_they_go_with_their_block() -> None:
+    store, blocks, short, longer = grown()
+    assert store.cut(cut_of(short, longer), fingerprint=FINGERPRINT)
+    assert store.cut(cut_of(longer, blocks[1]), fingerprint=FINGERPRINT)
+    names = {cut.block_hash: cut.within for cut in store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT)}
+    assert names == {short.meta.block_hash: blocks[1].meta.block_hash, longer.meta.block_hash: blocks[1].meta.block_hash}
+    store.invalidate(blocks[1].meta.ref)
+    assert store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT) == ()
+    assert store.put(short, fingerprint=FINGERPRINT, now=0.0) is PutOutcome.STORED
+    store.clear()
+    assert store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT) == ()
+
+
+def test_a_tail_that_is_needed_as_it_is_is_not_cut() -> None:
+    store, blocks, short, longer = grown()
+    good = cut_of(short, blocks[1])
+    lease = store.lease([short.meta.ref], 0.0, 1000)
+    assert not store.cut(good, fingerprint=FINGERPRINT), "somebody may be fetching it"
+    store.release(lease.lease_id)
+    for name, value in (
+        ("within", bytes(31) + b"x"),
+        ("parent_hash", bytes(32)),
+        ("within_tokens", 15),
+        ("token_count", 16),
+    ):
+        assert not store.cut(msgspec.structs.replace(good, **{name: value}), fingerprint=FINGERPRINT), name
+    assert not store.cut(good, fingerprint=bytes(32))
+    state = make_parts(make_chain(20, seed=3), kinds=(PartKind.STATE,))[1]
+    store.put(state, fingerprint=FINGERPRINT, now=0.0)
+    assert not store.cut(good, fingerprint=FINGERPRINT), "state cannot be had from a later position"
+    window = make_parts(make_chain(27, seed=3), kinds=(PartKind.WINDOW,))[1]
+    store.put(window, fingerprint=FINGERPRINT, now=0.0)
+    assert not store.cut(cut_of(longer, blocks[1]), fingerprint=FINGERPRINT), "the block lacks the tail's window rows"
+    assert store.has(short.meta.ref)
+    assert store.has(longer.meta.ref)

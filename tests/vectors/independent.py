@@ -257,6 +257,18 @@ def sign_card(signing: SigningKey, fields: list[Any]) -> bytes:
     return msgpack.packb([body, bytes(signing.sign(b"kakeya-zmq card\0" + body).signature)])
 
 
+def sign_revocation(signing: SigningKey, fields: list[Any]) -> bytes:
+    statement = msgpack.packb(fields)
+    return msgpack.packb([statement, bytes(signing.sign(b"kakeya-zmq revocation\0" + statement).signature)])
+
+
+def read_revocation(data: bytes) -> list[Any]:
+    statement, signature = msgpack.unpackb(data)
+    fields: list[Any] = msgpack.unpackb(statement)
+    VerifyKey(fields[3]).verify(b"kakeya-zmq revocation\0" + statement, signature)
+    return fields
+
+
 def read_card(data: bytes) -> list[Any]:
     body, signature = msgpack.unpackb(data)
     fields: list[Any] = msgpack.unpackb(body)

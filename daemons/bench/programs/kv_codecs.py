@@ -22,6 +22,7 @@ from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.codecs.geometry import RowGeometry, narrow
 from kakeya_zmq.codecs.link import FrameDecoder, FrameEncoder
 from kakeya_zmq.codecs.registry import decode_part, encode_part, storage_codec
+from wire.errors import KakeyaError
 from wire.limits import BLOCK_TOKENS_DEFAULT
 from wire.messages import PartKind
 
@@ -79,6 +80,19 @@ class KvCodecs:
             wide = [sample for part in self._prompts[0] if (sample := self._sample(part)) is not None]
             self._samples = {"own": wide, "bfloat16": [_rounded(sample) for sample in wide]}
         return {"parts_bytes": sum(part.payload.nbytes for part in self._prompts[-1])}
+
+    def refusals(self, codecs: list[tuple[str, int]]) -> dict[str, object]:
+        """Why storage codecs cannot take this model's rows, keyed "name/Q"; those that can are left out."""
+        found: dict[str, str] = {}
+        for name, q_range in codecs:
+            codec = storage_codec(name, q_range=q_range) if q_range else storage_codec(name)
+            try:
+                for geometry in map(self._layout.row_geometry, (PartKind.FULL, PartKind.WINDOW)):
+                    if geometry is not None:
+                        codec.check(geometry)
+            except KakeyaError as error:
+                found[f"{name}/{q_range}"] = error.message
+        return {"refusals": found}
 
     # --- size and speed ------------------------------------------------------------------------------------------------
 
@@ -233,6 +247,7 @@ def main() -> None:
         {
             "load": program.load,
             "prepare": program.prepare,
+            "refusals": program.refusals,
             "speed": program.speed,
             "continue_all": program.continue_all,
             "compare": program.compare,

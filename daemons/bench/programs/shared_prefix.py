@@ -6,6 +6,7 @@ as the demo model's have; its size changes the bytes of a token and nothing else
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 from collections.abc import Sequence
@@ -53,18 +54,36 @@ TINY: dict[str, Any] = {
 }
 
 
-def tiny_engine(threads: int) -> Engine:
+def tiny_model(threads: int) -> Any:
     from kakeya_zmq.model.blas import prepare_blas
 
     prepare_blas(threads)
     import mlx.core as mx
     from mlx_lm.models import gemma3_text
 
+    mx.random.seed(1)
+    return gemma3_text.Model(gemma3_text.ModelArgs.from_dict(TINY))
+
+
+def tiny_engine(threads: int) -> Engine:
+    model = tiny_model(threads)
     from kakeya_zmq.model.loader import engine_from_model
 
-    mx.random.seed(1)
-    model = gemma3_text.Model(gemma3_text.ModelArgs.from_dict(TINY))
     return engine_from_model(model, name="bench-tiny")
+
+
+def write_tiny_model(folder: str, threads: int) -> dict[str, object]:
+    """The same model as a folder that daemons can load."""
+    model = tiny_model(threads)
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    path = Path(folder)
+    path.mkdir(parents=True)
+    mx.eval(model.parameters())
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())), metadata={"format": "mlx"})
+    (path / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    return {}
 
 
 class SharedPrefix:
@@ -170,7 +189,14 @@ class SharedPrefix:
 def main() -> None:
     program = SharedPrefix(sys.argv[1], Path(sys.argv[2]))
     try:
-        serve({"load": program.load, "publish": program.publish, "fetch_second": program.fetch_second})
+        serve(
+            {
+                "load": program.load,
+                "write_model": write_tiny_model,
+                "publish": program.publish,
+                "fetch_second": program.fetch_second,
+            }
+        )
     finally:
         program.close()
 

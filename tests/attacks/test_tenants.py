@@ -1,0 +1,229 @@
+"""Two tenants and a roster: what one has in a cache does not exist for the other, and who is not listed gets nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import pytest
+
+from kakeya_zmq.roster import (
+    CLIENTS_ONLY_ASK,
+    FOREIGN_TENANT,
+    NOT_LISTED,
+    OTHER_KEY_LISTED,
+    ROLE_NOT_LISTED,
+)
+from tests.attacks.kit import RawClient, Siege
+from tests.attacks.test_bulk import DATA_LAST, PART_BYTES, Material, publish, published, push_all
+from tests.attacks.test_cards import card_of, tell
+from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.vectors import independent as wire
+from tests.vectors.independent import Identity
+
+PERMISSION_DENIED = 3
+LOOKUP, SUBMIT = 2, 6
+RED, BLUE, SMALL = Identity.new("red-node"), Identity.new("blue-node"), Identity.new("small-node")
+QUOTA_PARTS = 2
+
+
+def compatibility(tenant: str) -> dict[str, Any]:
+    texts = ("model_id", "model_revision", "tokenizer_revision", "quantization", "kv_dtype", "cache_format_version")
+    numbers = {"block_size_tokens": 64, "sink_size": 0, "window_size": 0}
+    return {**dict.fromkeys((*texts, "rope_hash", "layer_geometry_hash"), "x"), **numbers, "tenant_namespace": tenant}
+
+
+def card_with_namespace(who: Identity, tenant: str) -> bytes:
+    fields = wire.read_card(card_of(who))
+    fields[10] = [["m", "worker", "", 0.0, wire.fingerprint(compatibility(tenant)), tenant, compatibility(tenant)]]
+    return wire.sign_card(who.signing, fields)
+
+
+class ManyParts(Material):
+    """A thousand blocks of a few bytes each: as many as a long prompt has."""
+
+    @classmethod
+    def of(cls, tenant: str) -> ManyParts:
+        return cls(
+            wire.fingerprint(compatibility(tenant)),
+            [os.urandom(32) for _ in range(1000)],
+            [os.urandom(64) for _ in range(1000)],
+        )
+
+    def frames(self, grant: list[Any]) -> Iterator[list[bytes]]:
+        _, transfer, _, _, key, suite, *_ = grant
+        contents = ((1, 0, wire.msgpack.packb(self.metas())), (2, DATA_LAST, b"".join(self.payloads)))
+        for index, (kind, flags, content) in enumerate(contents):
+            header = wire.pack_chunk_header(kind, flags, transfer, index, 0, len(content))
+            yield [header, wire.seal_chunk(suite, key, header, content)]
+
+
+def material(tenant: str) -> Material:
+    return replace(Material.new(), namespace=wire.fingerprint(compatibility(tenant)))
+
+
+def write_roster(path: Path, *listed: tuple[Identity, str], extra: str = "") -> None:
+    lines = [extra, "[tenants.small]", f"quota_gb = {(QUOTA_PARTS + 0.5) * PART_BYTES / 2**30}"]
+    for who, tenant in listed:
+        lines += [f"[nodes.{who.node_id}]", f'key = "{who.public.hex()}"', 'roles = ["worker"]', f'tenants = ["{tenant}"]']
+    temporary = path.with_suffix(".new")
+    temporary.write_text("\n".join(lines), encoding="utf-8")
+    temporary.replace(path)
+
+
+ALL = ((RED, "red"), (BLUE, "blue"), (SMALL, "small"))
+
+
+@pytest.fixture(scope="module")
+def vault_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    home = tmp_path_factory.mktemp("tenants")
+    write_roster(home / "fleet.toml", *ALL)
+    with kept_fleet(request, home / "no-model", home) as fleet:
+        node = fleet.add("cache", "--peer-lookups-per-s", "100000", "--peer-requests-per-s", "100000", name="vault")
+        node.launch()
+        node.wait_ready()
+        yield fleet
+
+
+@pytest.fixture
+def vault(vault_fleet: Fleet) -> Siege:
+    return Siege(vault_fleet, "vault")
+
+
+def join(client: RawClient, who: Identity, tenant: str) -> wire.Session:
+    session = client.join(who)
+    tell(client, session, 1, card_with_namespace(who, tenant))
+    return session
+
+
+def store(vault: Siege, who: Identity, tenant: str, what: Material) -> list[Any]:
+    with vault.client() as client:
+        session = join(client, who, tenant)
+        push_all(what, publish(client, session, what, number=2))
+        return published(client, session, number=2)
+
+
+def test_what_another_tenant_stored_looks_like_nothing(vault: Siege) -> None:
+    """Its namespace, its hashes, and the lookup's answer is that for what nobody has; its owner finds it."""
+    what, nothing = material("red"), material("red")
+    assert store(vault, RED, "red", what)[0] == len(what.hashes)
+    with vault.client() as client, vault.client() as owner:
+        session = join(client, BLUE, "blue")
+        foreign = client.ask(session, what.lookup(), number=2)
+        unknown = client.ask(session, nothing.lookup(), number=3)
+        assert foreign[0] == unknown[0] == 4
+        assert foreign[2] == unknown[2], "an answer that depends on what the other tenant has"
+        own = owner.ask(join(owner, RED, "red"), what.lookup(), number=2)
+        assert own[2][1][0] == bytes([(1 << len(what.hashes)) - 1])
+
+
+def test_publishing_and_computing_for_another_tenant(vault: Siege) -> None:
+    what = material("red")
+    with vault.expect(FOREIGN_TENANT, count=2), vault.client() as client:
+        session = join(client, BLUE, "blue")
+        job = [SUBMIT, os.urandom(16), what.namespace, bytes(4 * 64), 0, [1], 1 << 20, 1 << 20]
+        for number, body in enumerate((what.offer(), job), start=2):
+            answer = client.ask(session, body, number=number)
+            assert (answer[0], answer[2]) == (6, PERMISSION_DENIED)
+
+
+def test_a_namespace_that_nobody_has_proven(vault: Siege) -> None:
+    """A member cannot make another tenant's namespace its own by a claim: only the tuple behind it counts."""
+    what = material("red")
+    with vault.expect(FOREIGN_TENANT), vault.client() as client:
+        session = client.join(BLUE)
+        fields = wire.read_card(card_of(BLUE))
+        fields[10] = [["m", "worker", "", 0.0, what.namespace, "blue", compatibility("blue")]]
+        tell(client, session, 1, wire.sign_card(BLUE.signing, fields))
+        assert client.ask(session, what.offer(), number=2)[2] == PERMISSION_DENIED
+
+
+def test_a_tenant_gets_no_more_room_than_its_quota(vault: Siege) -> None:
+    what = material("small")
+    with vault.client() as client:
+        envelope = client.ask(join(client, SMALL, "small"), what.offer(), number=2, deadline_ms=5_000)
+        wanted = envelope[2][1]
+        assert wanted == bytes([(1 << QUOTA_PARTS) - 1]), "more than the quota was asked for"
+
+
+def test_who_is_not_on_the_roster(vault: Siege) -> None:
+    cases = (
+        (Identity.new("nobody"), ("worker",), NOT_LISTED),
+        (Identity.new("red-node"), ("worker",), OTHER_KEY_LISTED),
+        (RED, ("primary",), ROLE_NOT_LISTED),
+    )
+    for who, roles, reason in cases:
+        with vault.expect(reason), vault.client() as client:
+            client.send(*client.hello(who, roles=roles)[0])
+            assert client.receive(0.5) is None
+
+
+def test_a_client_that_is_not_listed_asks_for_no_kv(vault: Siege) -> None:
+    what = material("red")
+    with vault.expect(CLIENTS_ONLY_ASK, count=2), vault.client() as client:
+        session = client.join()
+        for number, body in enumerate((what.lookup(), what.offer()), start=1):
+            assert client.ask(session, body, number=number)[2] == PERMISSION_DENIED
+
+
+def test_the_roster_is_changed_while_the_node_runs(vault_fleet: Fleet, vault: Siege) -> None:
+    """A mistake in it changes nothing; who is taken off is out at once."""
+    path = vault_fleet.home / "fleet.toml"
+    newcomer = Identity.new("newcomer")
+    write_roster(path, *ALL, (newcomer, "red"))
+    wait_until(lambda: vault.status().sections["roster"]["listed_nodes"] == 4, "the roster is read again")
+    with vault.client() as client:
+        session = client.join(newcomer, roles=("worker",))
+        assert client.ask(session, [12])[0] == 4
+        write_roster(path, *ALL, extra="oops = 1")
+        wait_until(lambda: not vault.status().sections["roster"]["roster_usable"], "the mistake is told")
+        assert client.ask(session, [12], number=2)[0] == 4
+        with vault.expect(NOT_LISTED):
+            write_roster(path, *ALL)
+            wait_until(lambda: vault.status().sections["roster"]["listed_nodes"] == 3, "the roster is read again")
+            client.send(*client.hello(newcomer, roles=("worker",))[0])
+
+
+def lookup_seconds(client: RawClient, session: wire.Session, what: Material, number: int) -> float:
+    frames = session.seal([1, number, 10_000, what.lookup()])
+    began = time.perf_counter()
+    client.send(*frames)
+    client.answer_to(session, number)
+    return time.perf_counter() - began
+
+
+def rank_distance(first: list[float], second: list[float]) -> float:
+    """How sure one may be that one kind takes longer, in standard deviations: Mann and Whitney's U, as a normal one."""
+    ordered = sorted([(value, 0) for value in first] + [(value, 1) for value in second])
+    ranks = sum(rank for rank, (_, kind) in enumerate(ordered, start=1) if kind == 0)
+    n, m = len(first), len(second)
+    mean, deviation = n * (n + m + 1) / 2, (n * m * (n + m + 1) / 12) ** 0.5
+    return abs(ranks - mean) / float(deviation)
+
+
+def test_the_time_of_a_lookup_does_not_tell_what_another_tenant_has(vault: Siege) -> None:
+    """400 lookups of each kind in random order; the two kinds are taken for the same unless chance would make such a
+    difference once in a million runs. The owner's hits and misses, measured the same way, are told apart: it can see."""
+    cached, missing = ManyParts.of("red"), ManyParts.of("red")
+    assert store(vault, RED, "red", cached)[0] == len(cached.hashes)
+    limit = NormalDist().inv_cdf(1 - 0.5e-6)
+    rounds = 400
+
+    def distance(who: Identity, tenant: str) -> float:
+        times: dict[int, list[float]] = {0: [], 1: []}
+        kinds = [0, 1] * rounds
+        random.Random(7).shuffle(kinds)
+        with vault.client() as client:
+            session = join(client, who, tenant)
+            for number, kind in enumerate(kinds, start=2):
+                times[kind].append(lookup_seconds(client, session, (cached, missing)[kind], number))
+        return rank_distance(times[0], times[1])
+
+    assert distance(BLUE, "blue") < limit
+    assert distance(RED, "red") > limit

@@ -1,0 +1,152 @@
+"""The roster: what it may say, what it means, and whose namespace is whose."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kakeya_zmq.compat import Compatibility
+from kakeya_zmq.protocol.identities import IdentityBook
+from kakeya_zmq.roster import (
+    CLIENTS_ONLY_ASK,
+    FOREIGN_TENANT,
+    NOT_LISTED,
+    OTHER_KEY_LISTED,
+    ROLE_NOT_LISTED,
+    Access,
+    Roster,
+)
+from tests.unit.card_kit import identity
+from wire.errors import ConfigError
+from wire.limits import GIB
+from wire.messages import GetStatus, Lookup, PublishOffer, Requirement
+
+TEXT = f"""
+[nodes.mac]
+key = "{identity("mac").public_key.hex()}"
+roles = ["primary"]
+tenants = ["red"]
+admin = true
+[nodes.box]
+key = "{identity("box").public_key.hex()}"
+roles = ["worker", "cache"]
+[tenants.red]
+quota_gb = 0.5
+"""
+TUPLE = Compatibility("m", "r", "t", "q", "d", "v", "h", "g", 64, 0, 0, "red")
+
+
+def roster(tmp_path: Path, text: str = TEXT) -> Roster:
+    path = tmp_path / "fleet.toml"
+    path.write_text(text, encoding="utf-8")
+    return Roster.load(path)
+
+
+def test_who_is_admitted(tmp_path: Path) -> None:
+    judge = roster(tmp_path).judge
+    mac, box = identity("mac").public_key, identity("box").public_key
+    assert judge("mac", mac, ("primary",)) == ""
+    assert judge("box", box, ("worker", "cache-holder")) == ""
+    assert judge("mac", mac, ("worker",)) == ROLE_NOT_LISTED
+    assert judge("mac", box, ("primary",)) == OTHER_KEY_LISTED
+    assert judge("other", box, ("cache",)) == NOT_LISTED
+    assert judge("chat", identity("x").public_key, ("client",)) == ""
+    closed = roster(tmp_path, "clients = false\n" + TEXT)
+    assert closed.judge("chat", identity("x").public_key, ("client",)) == NOT_LISTED
+    assert [closed.may_revoke(key) for key in (mac, box)] == [True, False]
+
+
+def test_the_roster_stands_above_what_was_seen_first(tmp_path: Path) -> None:
+    book = IdentityBook(("me", identity("me").public_key), {"mac": identity("earlier").public_key})
+    assert not book.bind("mac", identity("mac").public_key, ("primary",))
+    book.judge = roster(tmp_path).judge
+    assert book.bind("mac", identity("mac").public_key, ("primary",))
+    assert not book.bind("mac", identity("earlier").public_key, ("primary",))
+
+
+def test_a_namespace_belongs_to_the_tenant_in_its_tuple(tmp_path: Path) -> None:
+    access = Access()
+    own, foreign = TUPLE, replace(TUPLE, tenant_namespace="blue")
+    assert not access.hides("box", own.fingerprint()), "without a roster nothing is hidden"
+    access.roster = roster(tmp_path)
+    assert access.hides("mac", own.fingerprint()), "nobody has proven it yet"
+    for each in (own, foreign):
+        access.learn_tuple({**asdict(each), "tenant_key_id": "x"})
+    access.learn_tuple({"model_id": "half a tuple"})
+    assert access.tenant_of(own.fingerprint()) == "red"
+    assert not access.hides("mac", own.fingerprint())
+    assert access.hides("mac", foreign.fingerprint())
+    assert access.hides("box", own.fingerprint())
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    access = Access()
+    access.learn_tuple(asdict(TUPLE))
+    offer = PublishOffer(fingerprint=TUPLE.fingerprint(), parts=(), suites=(), chunk_bytes_max=1 << 20)
+    need = Requirement(block_tokens=64, full=True, window_tokens=0, sink_tokens=0, state=False)
+    lookup = Lookup(fingerprint=TUPLE.fingerprint(), requirement=need, block_hashes=b"", lease_ms=0)
+    assert access.refusal("box", ("worker",), offer) == ""
+    access.roster = roster(tmp_path)
+    assert access.refusal("mac", ("primary",), offer) == ""
+    assert access.refusal("box", ("worker",), offer) == FOREIGN_TENANT
+    assert access.refusal("box", ("worker",), lookup) == "", "a lookup is answered, with nothing"
+    assert access.refusal("chat", ("client",), GetStatus()) == ""
+    assert access.refusal("chat", ("client",), lookup) == CLIENTS_ONLY_ASK
+
+
+def test_a_quota_is_for_all_namespaces_of_a_tenant(tmp_path: Path) -> None:
+    access = Access()
+    one, two = TUPLE, replace(TUPLE, model_id="other")
+    blue = replace(TUPLE, tenant_namespace="blue")
+    for each in (one, two, blue):
+        access.learn_tuple(asdict(each))
+    usage = {two.fingerprint(): 1000, blue.fingerprint(): 10**9}
+    assert access.quota_bytes(one.fingerprint(), usage) is None
+    access.roster = roster(tmp_path)
+    assert access.quota_bytes(one.fingerprint(), usage) == GIB // 2 - 1000
+    assert access.quota_bytes(blue.fingerprint(), usage) is None
+    assert access.quota_bytes(one.fingerprint(), {two.fingerprint(): GIB}) == 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nonsense",
+        "oops = 1",
+        "clients = 1",
+        "nodes = 3",
+        "[nodes.x]\nroles = ['cache']",
+        "[nodes.x]\nkey = 'zz'",
+        "[nodes.x]\nkey = 5",
+        f"[nodes.x]\nkey = '{'ab' * 32}'\nroles = ['king']",
+        f"[nodes.x]\nkey = '{'ab' * 32}'\nrole = ['cache']",
+        f"[nodes.x]\nkey = '{'ab' * 32}'\nadmin = 'yes'",
+        f"[nodes.x]\nkey = '{'ab' * 32}'\n[nodes.y]\nkey = '{'ab' * 32}'",
+        "[tenants.x]\nquota_gb = 'much'",
+        "[tenants.x]\nquota_gb = -1",
+    ],
+)
+def test_a_mistake_is_one_clear_line(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        roster(tmp_path, text)
+    assert "\n" not in str(caught.value)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(["clients", "nodes", "tenants", "x"]), VALUES))
+def test_any_document_is_a_roster_or_a_config_error(document: dict[str, Any]) -> None:
+    try:
+        Roster.parse(document)
+    except ConfigError:
+        return
