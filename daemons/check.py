@@ -9,7 +9,8 @@ from kakeya_zmq.codecs.registry import storage_codec
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.sockets import parse_address, parse_port_range
 from kakeya_zmq.model.loader import read_config
-from wire.keys import FleetKey
+from kakeya_zmq.roster import Roster
+from wire.keyring import KeyRing
 
 
 def check_settings(settings: Settings) -> None:
@@ -20,7 +21,9 @@ def check_settings(settings: Settings) -> None:
         SecretFileError: the PSK is missing, unreadable, too short or readable by others.
         ModelError: there is no usable model folder, or no MLX.
     """
-    FleetKey.load(Path(settings.fleet_psk_file))
+    KeyRing.load(Path(settings.fleet_psk_file))
+    if (roster := Path(settings.roster_file)).exists():
+        Roster.load(roster)
     for text in (settings.bind, settings.bus_bind, settings.advertise, *settings.peer):
         if text:
             parse_address(text)

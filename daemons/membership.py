@@ -86,8 +86,8 @@ class Membership:
         self._asleep = asleep or seconds_asleep
         self._slept = self._asleep()
         self._look_at = reactor.clock()
-        self._buses: dict[str, Address] = {}
-        """Whose bus is listened to, and where."""
+        self._buses: dict[str, tuple[Address, FleetKey | None]] = {}
+        """Whose bus is listened to, where, and under which PSK."""
         self.gone: list[Callable[[NodeId], None]] = []
         """Told the id of each node that has left the fleet."""
         self.restarted: list[Callable[[NodeId, int], object]] = []
@@ -305,10 +305,11 @@ class Membership:
     def _listen(self, node_id: str, address: Address | None, key: FleetKey | None = None) -> None:
         """Listen to a node's bus there and nowhere else: what is not given up is dialled for ever."""
         before = self._buses.pop(node_id, None)
-        if before is not None and before != address and before not in self._buses.values():
-            self._subscriber.disconnect(before)
+        wanted = (address, key) if address is not None else None
+        if before is not None and before != wanted and before not in self._buses.values():
+            self._subscriber.disconnect(before[0])
         if address is not None:
-            self._buses[node_id] = address
+            self._buses[node_id] = (address, key)
             self._subscriber.connect(address, key)
 
     # --- sleep -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kakeya_zmq.protocol.identities import REVOKED
+from kakeya_zmq.protocol.identities import OTHER_KEY, REVOKED
 from kakeya_zmq.protocol.revocation import MALFORMED, NOT_ENTITLED
 from tests.attacks.kit import RawClient, Siege
 from tests.attacks.test_cards import card_of, known_to, tell
@@ -91,3 +91,24 @@ def test_who_is_no_node_cannot_revoke(siege: Siege, member: Identity) -> None:
         tell_revocations(client, session, 1, revocation_of(member.public, member.node_id, who))
         tell_revocations(client, session, 2, revocation_of(member.public, member.node_id, Identity.new("unseen")))
     assert member.node_id in known_to(siege)
+
+
+def test_a_machine_that_was_set_up_anew(fleet: Fleet, siege: Siege, member: Identity) -> None:
+    """Its name is bound to the key it had, until the administrator says otherwise; nothing is restarted for it."""
+    anew = Identity(member.node_id, Identity.new("x").signing)
+    with siege.expect(OTHER_KEY), siege.client() as client:
+        client.send(*client.hello(anew)[0])
+        assert client.receive(0.5) is None
+    known = fleet.home / "nodes" / siege.node.name / "known_nodes.json"
+    # Names that come in quick succession are written down after some seconds.
+    wait_until(lambda: member.node_id in known.read_text("utf-8"), "it is written down")
+    done = run_kakeya("key", "forget", member.node_id, home=fleet.home)
+    assert done.returncode == 0, done.stderr
+
+    def admitted() -> bool:
+        with siege.client() as client:
+            client.send(*client.hello(anew)[0])
+            return client.receive(0.5) is not None
+
+    wait_until(admitted, "the new key is taken")
+    assert any(entry["node_id"] == member.node_id for entry in siege.audited("key") if "forgotten" in entry["reason"])

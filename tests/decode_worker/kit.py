@@ -194,9 +194,10 @@ def kill_at_every_message(
         boundaries.arm(at, lambda: kill(engine))
         assert run(engine, then) == list(wanted), (at, boundaries.seen)
         assert boundaries.at == -1, "the kill did not come"
+        seen = list(boundaries.seen)
         run(engine, [CloseSession(session_id)])
         if not names:
-            names = list(boundaries.seen)
+            names = seen
             # "before" a message is the moment after the last one was received.
             moments = [index for index, name in enumerate(names) if name.startswith(("sent", "received"))][::every]
         else:

@@ -81,10 +81,10 @@ def test_a_kill_at_every_message_of_a_generation_changes_no_token(
         whole_import("s", exported(local, PROMPT[:IMPORTED])),
         Prefill("s", PROMPT[IMPORTED:-1]),
     ]
-    then: list[Command] = [Decode("s", int(PROMPT[-1]), 2, (), SAMPLED)]
-    wanted = run(local, [*before, *then, CloseSession("s")])[-4:-1]
-    assert len(tokens_of(wanted)) == 2
-    assert kill_at_every_message(child, boundaries, before, then, wanted) >= 10
+    then: list[Command] = [Decode("s", int(PROMPT[-1]), 3, (), SAMPLED)]
+    wanted = run(local, [*before, *then, CloseSession("s")])[-5:-1]
+    assert len(tokens_of(wanted)) == 3
+    assert kill_at_every_message(child, boundaries, before, then, wanted) == 2 * 5
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from msgspec import inspect
 
+from daemons.entitlement import REVOCATIONS_FILE, load_revocations
 from kakeya_zmq.audit import parse_entry
 from kakeya_zmq.blocks import part_checksum
 from kakeya_zmq.codecs.geometry import RowGeometry
@@ -33,14 +34,17 @@ from kakeya_zmq.io.sockets import parse_address, parse_port_range
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol import session
 from kakeya_zmq.protocol.effects import WantedPart
+from kakeya_zmq.protocol.revocation import RevocationBook
+from kakeya_zmq.roster import ROSTER_FILE, Roster
 from tests.unit.test_cards import IDENTITY, make_card
 from tests.unit.test_codec import CLIENT, HELLO, SERVER, WELCOME
 from tests.vectors.describe import Maker
-from wire import bus, cards, chunks, codec, events, handshake, limits, messages
+from wire import bus, cards, chunks, codec, events, handshake, limits, messages, revocations
 from wire.bulk import ChunkSealer
 from wire.errors import ConfigError, DataLossError, RemoteProtocolError
 from wire.frames import FrameKind, Header, split_frames
-from wire.keys import CurvePair, FleetKey, NodeIdentity
+from wire.keyring import KeyRing
+from wire.keys import KEY_RING_HEADER, CurvePair, FleetKey, NodeIdentity, split_keys
 
 Target = Callable[[bytes], object]
 KEY: Final = FleetKey(b"a fleet key for fuzzing only")
@@ -226,6 +230,14 @@ class FileTarget:
         self._read(self._path)
 
 
+def _revocation() -> bytes:
+    key = IDENTITY.public_key
+    statement = revocations.Revocation(
+        node_id="lost", identity_public_key=bytes(32), issuer_id="me", issuer_public_key=key, issued_at_unix=1.0
+    )
+    return revocations.sign_revocation(statement, IDENTITY)
+
+
 def _unpack_bitmap(data: bytes) -> None:
     codec.unpack_bitmap(data[1:], data[0] if data else 0)
 
@@ -284,6 +296,22 @@ def targets() -> dict[str, Fuzzed]:
         "known nodes": Fuzzed(
             FileTarget(KNOWN_NODES_FILE, lambda path: load_known_nodes(path.parent)),
             (b'{"n": "' + b"00" * 32 + b'"}',),
+            (ConfigError,),
+        ),
+        "revocation": Fuzzed(revocations.open_revocation, (_revocation(),)),
+        "kept revocations": Fuzzed(
+            FileTarget(REVOCATIONS_FILE, lambda path: RevocationBook(lambda key: True, load_revocations(path.parent))),
+            (f'["{_revocation().hex()}"]'.encode(),),
+            (ConfigError,),
+        ),
+        "roster": Fuzzed(
+            FileTarget(ROSTER_FILE, Roster.load),
+            (b'[nodes.n]\nkey = "' + b"ab" * 32 + b'"\nroles = ["cache"]\n[tenants.t]\nquota_gb = 1\n',),
+            (ConfigError,),
+        ),
+        "fleet keys": Fuzzed(
+            lambda data: KeyRing(tuple(map(FleetKey, split_keys(data)))),
+            (KEY_RING_HEADER + b"\n" + b"k" * 32 + b"\n" + b"o" * 32,),
             (ConfigError,),
         ),
         "audit line": Fuzzed(parse_entry, (b'{"kind": "x"}',), ()),

@@ -61,12 +61,8 @@ def stored_bytes(fleet: Fleet, node: str) -> int:
 
 
 def stored_tokens(prompt_tokens: int, generated: int) -> int:
-    """Tokens whose KV one prompt and its answer leave in a store: blocks, the prompt's tail and the answer's tail.
-
-    The last token of a prompt is run by the first decode step, and the last token of an answer is not run at all.
-    """
-    end = prompt_tokens + generated - 1
-    return end // BLOCK_TOKENS * BLOCK_TOKENS + (prompt_tokens - 1) % BLOCK_TOKENS + end % BLOCK_TOKENS
+    """Tokens whose KV one prompt and its answer leave in a store, each once; the last token of an answer is not run."""
+    return prompt_tokens + generated - 1
 
 
 # --- shared prefixes -------------------------------------------------------------------------------------------------
