@@ -14,7 +14,17 @@ from typing import Final
 OTHER: Final = "other"
 _LABEL: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+-]{0,31}")
 _DESCRIPTION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+()-]{0,63}")
-_OPTIONS: Final = ("wait for another session", "stay with", "compute", "import", "fetch", "worker", "alone", "cache")
+_OPTIONS: Final = (
+    "wait for another session",
+    "stay with",
+    "compute here",
+    "compute",
+    "import",
+    "fetch",
+    "worker",
+    "alone",
+    "cache",
+)
 """How the options of a decision begin; a node's name may follow."""
 REASONS: Final = (
     ("diverged", "diverged"),
@@ -40,6 +50,11 @@ REASONS: Final = (
     ("was not heard", "end not heard"),
     ("lost", "connection lost"),
     ("ends at token", "cache ends"),
+    ("does not pay", "does not pay"),
+    ("never stored", "never stored"),
+    ("prepared for another session", "shared"),
+    ("backing off", "passed over"),
+    ("bulk port", "bulk port blocked"),
     ("local-only", "policy"),
     ("policy", "policy"),
 )
