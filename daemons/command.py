@@ -381,7 +381,7 @@ def _add_model(commands: Any) -> None:
 
 
 def _add_bench(commands: Any) -> None:
-    from daemons.bench import BENCHMARKS
+    from daemons.bench import BENCHMARKS, BY_NAME_ONLY
 
     bench = _command_parser(
         commands,
@@ -391,11 +391,13 @@ def _add_bench(commands: Any) -> None:
         "  kakeya bench transfer --peers       one benchmark, also against gRPC, Redis and plain TCP where installed\n"
         "  kakeya bench --long --check --json  the run that the bars of docs/performance.md are judged on\n",
     )
-    bench.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(BENCHMARKS)}, or all (default)")
+    names_help = f"{', '.join(BENCHMARKS)}; or all (default): all but {' and '.join(BY_NAME_ONLY)}"
+    bench.add_argument("names", nargs="*", metavar="NAME", help=names_help)
     bench.add_argument("--check", action="store_true", help="exit with 1 unless every bar holds")
     bench.add_argument("--long", action="store_true", help="more and longer prompts, more rounds: at most 8 minutes")
     bench.add_argument("--peers", action="store_true", help="with transfer: gRPC, Redis and plain TCP too, where installed")
-    bench.add_argument("--rounds", type=int, default=None, metavar="N", help="samples of each side (default: what each needs)")
+    rounds_help = "samples of each side (default: what each needs)"
+    bench.add_argument("--rounds", type=int, default=None, metavar="N", help=rounds_help)
     bench.add_argument("--model", default="", metavar="FOLDER", help="MLX model folder (default: the demo model)")
     threads_help = "BLAS threads of every process that computes (default: half the cores)"
     bench.add_argument("--threads", type=int, default=None, metavar="N", help=threads_help)
@@ -663,7 +665,7 @@ def _run_model(options: argparse.Namespace) -> int:
 
 
 def _run_bench(options: argparse.Namespace) -> int:
-    from daemons.bench import BENCHMARKS
+    from daemons.bench import BENCHMARKS, BY_NAME_ONLY
     from daemons.bench.harness import BenchOptions
     from daemons.bench.run import run_benchmarks
 
@@ -675,7 +677,7 @@ def _run_bench(options: argparse.Namespace) -> int:
     chosen = set(options.names) or {"all"}
     if unknown := sorted(chosen - {*BENCHMARKS, "all"}):
         raise ConfigError(f"there is no benchmark {unknown[0]!r}", remedy=f"one of: {', '.join(BENCHMARKS)}, all")
-    names = [name for name in BENCHMARKS if name in chosen or "all" in chosen]
+    names = [name for name in BENCHMARKS if name in chosen or ("all" in chosen and name not in BY_NAME_ONLY)]
     measured = BenchOptions(
         long=options.long,
         peers=options.peers,

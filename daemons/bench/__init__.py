@@ -20,3 +20,5 @@ BENCHMARKS = (
     "decode-worker",
 )
 """In the order of a whole run: what needs no model first, while nothing else holds memory."""
+BY_NAME_ONLY = ("security", "decode-worker")
+"""Not in a run of everything, which has a minute (eight with --long): they tell what an option or a protection costs."""
