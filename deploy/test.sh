@@ -57,4 +57,5 @@ say "ruff"
 say "mypy"
 .venv/bin/mypy
 say "pytest"
-exec .venv/bin/python -m pytest -m "$selection" "$@" </dev/null
+# Two files at a time: most tests wait for processes. More would disturb those that wait with a deadline.
+exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "$selection" "$@" </dev/null
