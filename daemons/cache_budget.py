@@ -39,25 +39,28 @@ class CacheBudget:
         self._budget = MemoryBudget(self._limits)
         self._store = store
         self._model_bytes = model_bytes
-        self._last = MemoryMeasured(0, 0, 0, 0)
+        self._last = self._look(0)
         store.resize(self._limits.floor_bytes, reactor.clock())
         reactor.add_deadline_source(self._budget.deadline, self.measure)
 
     def measure(self, now: float) -> None:
         """Look at the machine and fit the store; what leases and reservations hold is taken back later."""
         model_bytes = self._model_bytes()
+        self._last = self._look(model_bytes or 0)
         if model_bytes is None:
             self._budget.wait(now)
             return
-        self._last = MemoryMeasured(
+        self._budget.on(self._last, now)
+        if self._store.max_bytes != self._budget.target_bytes:
+            self._fit(now)
+
+    def _look(self, model_bytes: int) -> MemoryMeasured:
+        return MemoryMeasured(
             physical_bytes=physical_memory_bytes(),
             available_bytes=available_memory_bytes(),
             model_bytes=model_bytes,
             store_bytes=self._store.stats().bytes_used,
         )
-        self._budget.on(self._last, now)
-        if self._store.max_bytes != self._budget.target_bytes:
-            self._fit(now)
 
     def _fit(self, now: float) -> None:
         """A large cut is made in steps, so that the node goes on answering in between."""

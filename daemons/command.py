@@ -24,6 +24,7 @@ from wire.errors import (
     FailureCode,
     InvalidInput,
     KakeyaError,
+    NodeInUseError,
     PortInUseError,
     RequestFailed,
     SecretFileError,
@@ -50,7 +51,7 @@ start here:
 
 exit codes:
   0 done   1 the request failed   2 bad input or settings   3 nothing answers or no capacity
-  4 key missing, unusable or not accepted   5 an address is in use   130 interrupted
+  4 key missing, unusable or not accepted   5 an address or node id is in use   130 interrupted
 
 files (under ~/.kakeya, or $KAKEYA_HOME):
   fleet.psk                   the fleet's pre-shared key, mode 0600
@@ -112,7 +113,7 @@ def exit_code(error: KakeyaError) -> int:
     """The documented exit code of an error."""
     if isinstance(error, SecretFileError | AuthenticationError) or error.code is FailureCode.UNAUTHENTICATED:
         return EXIT_NOT_AUTHENTICATED
-    if isinstance(error, PortInUseError):
+    if isinstance(error, PortInUseError | NodeInUseError):
         return EXIT_PORT_IN_USE
     if isinstance(error, InvalidInput) or error.code in (FailureCode.INVALID_ARGUMENT, FailureCode.NOT_FOUND):
         return EXIT_BAD_INPUT

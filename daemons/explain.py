@@ -142,7 +142,8 @@ def request_lines(record: RequestEvent) -> list[str]:
 
 
 def _source_text(source: SourceView) -> str:
-    text = f"[{source.start}, {source.end}) {_SOURCES.get(source.kind, source.kind)}"
+    name = _SOURCES.get(source.kind, source.kind)
+    text = f"[{source.start}, {source.end}) {name}" if source.end > source.start else f"besides: {name}"
     if source.node_id:
         text += f" {source.node_id}"
     if source.transfer_bytes:

@@ -149,7 +149,9 @@ class Membership:
         """
         self._tell(dm.CardsArrived(body.cards, body.ages_ms, time.time()))
         self._take_revocations(body.revocations)
-        cards, ages, wanted, more = self.directory.answer(body.known, incoming.peer.node_id, self._reactor.clock())
+        cards, ages, wanted, more = self.directory.answer(
+            body.known, incoming.peer.node_id, self._reactor.clock(), incarnation=incoming.peer.incarnation
+        )
         reply = CardList(cards=cards, ages_ms=ages, wanted=wanted, more=more)
         if self.revocations is not None and body.known is not None:
             lacking, asked = self.revocations.lacking(body.revoked), self.revocations.wanted(body.revoked)

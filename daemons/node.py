@@ -24,6 +24,7 @@ from daemons.cache_budget import CacheBudget
 from daemons.dispatch import Dispatcher
 from daemons.membership import Membership, announced_endpoints, next_incarnation
 from daemons.memory import peak_memory_bytes
+from daemons.node_lock import NodeLock
 from daemons.rotation import KeyedEndpoints
 from daemons.security import Security
 from daemons.telemetry_feed import NodeTelemetry
@@ -99,6 +100,7 @@ class Node:
         roles: what it is, for its card.
 
     Raises:
+        NodeInUseError: another process of this machine runs this node.
         PortInUseError: --bind or --bus-bind is taken.
         ConfigError: an address or port range cannot be parsed.
     """
@@ -124,6 +126,7 @@ class Node:
         self.worker_offering: Callable[[], WorkerOffering] | None = None
         self._note_times: dict[str, float] = {}
         self._keys = keys
+        self._lock = NodeLock(node_folder(settings.node_id), settings.node_id)
         self.local = LocalNode(
             node_id=NodeId(settings.node_id),
             identity=keys.identity,
@@ -218,6 +221,7 @@ class Node:
             on_request=self._request,
             on_refused=self._refused,
             on_peer_up=self._asker_up,
+            on_name_taken=self._name_taken,
             bus_port=bus_port,
             identities=self.security.identities,
             limiter=self.security.limiter,
@@ -306,6 +310,7 @@ class Node:
         self.subscriber.close()
         self.endpoints.close_buses()
         self.security.close(reason)
+        self._lock.release()
 
     @property
     def address(self) -> Address:
@@ -477,6 +482,9 @@ class Node:
     def _asker_up(self, peer: PeerInfo) -> None:
         self.security.keep()
         self.askers.end_older(peer.node_id, peer.incarnation)
+
+    def _name_taken(self, node_id: str) -> None:
+        self.note("warning", f"another machine uses the node id {node_id}: it is not let in (every node needs its own)")
 
     def _subscribed(self, topic: Topic) -> None:
         if topic is Topic.CARD:

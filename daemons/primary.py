@@ -229,6 +229,7 @@ class Primary:
             workers=workers,
             settings=self._preparation_settings(),
             hints=hints,
+            no_worker="" if workers else self._no_worker(set(options.exclude_nodes), now),
         )
         return PromptPreparation(
             task,
@@ -356,6 +357,17 @@ class Primary:
                 )
             )
         return tuple(views), tuple(hints)
+
+    def _no_worker(self, excluded: set[str], now: float) -> str:
+        """Why there is no worker to ask, in one line."""
+        known = {card.node_id for card in self.node.directory.peers(now) if card.worker is not None}
+        if not known:
+            return "no worker is known"
+        if known <= excluded:
+            return "all workers are excluded"
+        if all(self.node.peers.find(name) is None for name in known - excluded):
+            return "no worker is connected"
+        return "no worker that is connected can be used"
 
     def _mismatch(self, card: Card) -> str:
         """Why a worker cannot be used, in one line; empty when it can, or when its card offers no work."""

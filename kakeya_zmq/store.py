@@ -16,6 +16,7 @@ Rules
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from kakeya_zmq.blocks import Part, byte_view
@@ -59,6 +60,8 @@ __all__ = [
     "StoreStats",
     "Survey",
 ]
+
+CONTINUATIONS_MAX = 64
 
 
 class BlockStore:
@@ -135,6 +138,11 @@ class BlockStore:
     def cuts(self, parent_hash: bytes, *, fingerprint: bytes) -> tuple[Cut, ...]:
         """Tails under a block (or under ROOT_HASH) that are beginnings of longer blocks."""
         return tuple([cut for block in self._tree.cuts(fingerprint, parent_hash) for cut in cuts_of(block)])
+
+    def continuations(self, parent_hash: bytes, *, fingerprint: bytes) -> tuple[tuple[bytes, int], ...]:
+        """Hash and tokens of blocks held under a block, newest first, at most CONTINUATIONS_MAX."""
+        found = itertools.islice(self._tree.children(fingerprint, parent_hash), CONTINUATIONS_MAX)
+        return tuple((block.block_hash, block.token_count) for block in found)
 
     def cuts_within(self, block_hash: bytes) -> tuple[Cut, ...]:
         """Tails that are beginnings of this block, if it is held."""

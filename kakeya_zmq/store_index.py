@@ -266,6 +266,11 @@ class BlockTree:
         # no full block was seen yet: every block here is a tail, also those that could not be told from full ones
         return list(self._children_of(namespace, parent_hash))
 
+    def children(self, fingerprint: bytes, parent_hash: bytes) -> Iterator[HeldBlock]:
+        """Blocks under ``parent_hash``, the one stored last first."""
+        namespace = self.namespaces.get(fingerprint)
+        return iter(()) if namespace is None else self._children_of(namespace, parent_hash)
+
     def cuts(self, fingerprint: bytes, parent_hash: bytes) -> list[HeldBlock]:
         """Blocks under ``parent_hash`` that have cuts, the one stored last first."""
         namespace = self.namespaces.get(fingerprint)

@@ -107,6 +107,7 @@ def explanation_line(explanation: Explanation) -> str:
     stretches = ", ".join(
         f"[{source.start}, {source.end}) {_SOURCE_NAMES[source.kind]}{' ' + source.node_id if source.node_id else ''}"
         for source in explanation.sources
+        if source.end > source.start
     )
     line = f"{explanation.prompt_tokens} tokens in {explanation.elapsed_ms:.0f} ms: {stretches or 'nothing to do'}"
     if explanation.reasons:

@@ -235,7 +235,7 @@ def append_record(
         source=_main_source(sources),
         prompt_tokens=explanation.prompt_tokens if explanation else 0,
         boundary=sum(source.end - source.start for source in sources if source.kind != "computed"),
-        transfer_bytes=sum(source.transfer_bytes for source in sources),
+        transfer_bytes=sum(source.transfer_bytes for source in explanation.sources) if explanation else 0,
         elapsed_ms=bounded_ms(elapsed_ms),
         diverged_at=explanation.diverged_at if explanation else None,
         sources=sources,

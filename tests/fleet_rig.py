@@ -379,6 +379,8 @@ class Answer:
         """Tokens from each source."""
         found: dict[SourceKind, int] = {}
         for source in self.appended.explanation.sources:
+            if source.end == source.start:
+                continue  # it only sent something that no stretch is named after
             found[source.kind] = found.get(source.kind, 0) + source.end - source.start
         return found
 

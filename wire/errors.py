@@ -92,6 +92,10 @@ class PortInUseError(ConfigError):
     """The address a daemon should listen on is taken."""
 
 
+class NodeInUseError(ConfigError):
+    """Another process of this machine runs the node."""
+
+
 class CapacityError(KakeyaError):
     """A bounded resource is full: store, queue, sessions, jobs."""
 

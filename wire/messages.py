@@ -431,7 +431,10 @@ class SourceKind(IntEnum):
 
 
 class Source(_Message, frozen=True, kw_only=True):
-    """One stretch [start, end) of the prompt and where its KV came from."""
+    """One stretch [start, end) of the prompt and where its KV came from.
+
+    An empty one at the end: a node that sent ``transfer_bytes`` and that no stretch is named after.
+    """
 
     kind: SourceKind
     start: Count
@@ -454,7 +457,7 @@ class Explanation(_Message, frozen=True, kw_only=True):
     """Why a prompt cost what it cost. ``reasons``: why it was not better, e.g. "peer b timed out".
 
     ``diverged_at``: the first token position at which the prompt differs from everything cached that begins like it, to
-    the block; None when nothing is known or all of it matched.
+    the block; None unless something cached is known to go on there with other tokens.
     """
 
     prompt_tokens: Count

@@ -5,8 +5,8 @@ needs it again and names the node, and the host may refuse a request. A wrong PS
 the socket's monitor (:mod:`kakeya_zmq.io.connections`); it is counted in ``refusals`` and told to ``on_refused``.
 
 Sending never blocks. The ROUTER is mandatory and every send is DONTWAIT: a route that is gone (EHOSTUNREACH) is counted and
-left to the machine's liveness rules; a route whose queue is full (EAGAIN) gets a bounded backlog that a timer flushes, since
-a burst of replies must not lose one. Beyond the bound frames are dropped and counted.
+told to the machine, which ends its session; a route whose queue is full (EAGAIN) gets a bounded backlog that a timer
+flushes, since a burst of replies must not lose one. Beyond the bound frames are dropped and counted.
 """
 
 from __future__ import annotations
@@ -152,6 +152,7 @@ class ControlServer:
         on_refused: Callable[[str], None] | None = None,
         on_peer_up: Callable[[PeerInfo], None] | None = None,
         on_peer_down: Callable[[PeerInfo, str], None] | None = None,
+        on_name_taken: Callable[[str], None] | None = None,
         bus_port: int | Callable[[], int] = 0,
         identities: IdentityBook | None = None,
         limiter: RequestLimiter | None = None,
@@ -167,6 +168,7 @@ class ControlServer:
         self._on_refused = on_refused
         self._on_peer_up = on_peer_up
         self._on_peer_down = on_peer_down
+        self._on_name_taken = on_name_taken
         self._sessions = ServerSessions(
             local=local,
             fleet_key=fleet_key,
@@ -293,6 +295,8 @@ class ControlServer:
                 self._drop_peer(effect.peer, effect.reason)
             case machine.Refused():
                 self._count_refusal(effect.reason)
+            case machine.NameTaken():
+                self._tell(self._on_name_taken, effect.node_id)
             case _:
                 assert_never(effect)
 
@@ -375,6 +379,7 @@ class ControlServer:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self.counters["routes_gone"] += 1
+            self._feed(machine.RouteGone(route))
         return True
 
     def _schedule_flush(self) -> None:

@@ -156,9 +156,14 @@ class Directory:
         held = self._held.get(node_id)
         return held.skew_ms if held else None
 
-    def answer(self, known: bytes | None, asker: str, now: float) -> tuple[tuple[bytes, ...], tuple[int, ...], bytes, bool]:
+    def answer(
+        self, known: bytes | None, asker: str, now: float, *, incarnation: int | None = None
+    ) -> tuple[tuple[bytes, ...], tuple[int, ...], bytes, bool]:
         """What another node's question gets: cards newer than its digest, their ages in ms, marks of those that are newer
         there, and whether there are more. Cards it has never seen go first.
+
+        Args:
+            incarnation: the asker's. A card of its id with a newer one is sent back to it: somebody else runs under its id.
 
         Raises:
             RemoteProtocolError: the digest is broken.
@@ -169,7 +174,8 @@ class Directory:
         newer: list[tuple[bool, HeldCard]] = []
         for mark, node_id in self._marks.items():
             held, told = self._held[node_id], theirs.get(mark)
-            if (told is None or told < held.version) and held.expires > now and node_id != asker:
+            foreign = node_id != asker or (incarnation is not None and held.version[0] > incarnation)
+            if (told is None or told < held.version) and held.expires > now and foreign:
                 newer.append((told is not None, held))
         own, made_at = self._own_card(now)
         blobs: list[bytes] = []

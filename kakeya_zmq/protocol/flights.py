@@ -4,8 +4,8 @@ Each preparation that uses the local store boards a *flight*: what it is bringin
 needs the same parts may wait for it and then find them there, as if it had come later.
 
 Rules
- 1. Nobody waits for a flight that waits itself, and a flight that has begun to bring something never waits again. So what
-    waits for what never forms a circle, and everything that waits is waited for by nobody.
+ 1. Nobody waits for a flight that waits itself, and a flight that has begun to bring something waits again only when nobody
+    waits for it. So what waits for what never forms a circle, and everything that waits is waited for by nobody.
  2. A follower is told of every change of its leader's flight, also of its end, and looks for itself what is in the store:
     a flight promises, it hands nothing over. So a store that is too small, or loses parts, costs the wait and nothing else.
  3. It waits only as long as it pays: until the leader's remaining time exceeds what the follower could do by itself, or the
@@ -111,6 +111,12 @@ class Flights:
         flight.forecast = forecast
         if before is None or before.position != forecast.position or before.promised != forecast.promised:
             flight.version += 1
+
+    def withdraw(self, flight: Flight) -> None:
+        """The flight brings nothing for now; nobody waits for it."""
+        assert not self.is_followed(flight), "a flight that others wait for never waits"
+        flight.forecast = None
+        flight.version += 1
 
     def follow(self, flight: Flight, leader: Flight) -> None:
         """``flight`` waits for ``leader``, one that :meth:`choose` returned for it."""

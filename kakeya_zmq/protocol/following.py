@@ -1,8 +1,9 @@
 """A preparation's side of single flight: wait for another one's parts while that pays, and tell others of its own.
 
-Theory of operation: ``start`` looks for a flight to wait for. While there is one, ``look`` is called whenever that flight
-changed and by the own clock; it ends when the parts are there, when the leader has ended or promises no more, or when it has
-become too slow. Then the preparation goes on as if it had just begun, perhaps behind another flight.
+Theory of operation: ``start`` looks for a flight to wait for, ``rejoin`` once more when the workers were in vain. While
+there is one, ``look`` is called whenever that flight changed and by the own clock; it ends when the parts are there, when
+the leader has ended or promises no more, or when it has become too slow. Then the preparation goes on as if it had just
+begun (after ``rejoin``: without the fleet), perhaps behind another flight.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from wire.messages import Decision, PartKind, PartRef
 CHECK_EVERY_S = 0.25
 """How often a follower asks itself whether waiting still pays."""
 MARGIN = 0.5
+EQUAL_MS = 1.0
+"""Costs that differ by less are equal, and then the work is shared."""
 PATIENCE_MIN_S = 1.0
 """A leader that is late is itself looking for something better (.hedge), so its followers are more patient than it is, and
 leave it for nothing but this machine: what made the leader late would make them late, too."""
@@ -49,6 +52,7 @@ class Following:
         self._began_at = 0
         self._followed_since = 0.0
         self._check_at = 0.0
+        self._workers_failed = False
 
     @property
     def waiting(self) -> bool:
@@ -73,6 +77,15 @@ class Following:
         if not self._choose(at_hand, now):
             return []
         return [Count("prefills_shared")]
+
+    def rejoin(self, at_hand: int, now: float) -> list[Effect]:
+        """No worker brings the rest: wait for a flight after all, unless others wait for this one; ``waiting`` tells."""
+        self._workers_failed = True
+        if self._flight is None or self.followed:
+            return []
+        self._flights.withdraw(self._flight)
+        self._began_at = at_hand
+        return [Count("prefills_shared")] if self._choose(at_hand, now) else []
 
     def has_news(self) -> bool:
         """Whether the flight that is waited for has changed since the last look."""
@@ -155,14 +168,15 @@ class Following:
         Computing here is none where it is forbidden, nor where the flight does just that: there is one engine.
         """
         everything = self._task.target - at_hand
-        workers = self._estimates.workers() if self._estimates.worth_a_job(everything) else ()
+        worth_a_job = self._estimates.worth_a_job(everything) and not self._workers_failed
+        workers = self._estimates.workers() if worth_a_job else ()
         base = self._holdings.job_base()
         jobs = [self._estimates.job_ms(worker, base) for worker in workers]
         here = [] if self._task.remote_required or forecast.here else [self._estimates.here_ms(goal - at_hand, everything)]
         return min([*here, *jobs], default=float("inf"))
 
     def _pays(self, forecast: Forecast, goal: int, at_hand: int, now: float) -> bool:
-        return forecast.remaining_s(goal, now) * 1000.0 <= self._alternative_ms(forecast, goal, at_hand)
+        return forecast.remaining_s(goal, now) * 1000.0 <= self._alternative_ms(forecast, goal, at_hand) + EQUAL_MS
 
     def _is_late(self, forecast: Forecast, at_hand: int, now: float) -> bool:
         """Whether computing here would be clearly quicker by now."""

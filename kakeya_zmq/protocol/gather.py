@@ -242,14 +242,17 @@ class Gathering:
     def _note_presence(self, peer: Peer, reply: LookupReply) -> None:
         for tail in peer.take_reply(reply, self._asked, self._ends, self._is_own_tokens):
             self._holdings.add_tail(tail)
-        self._holdings.note_known(peer.has)
+        self._holdings.note_known(peer.has, self._hash_tail)
 
     def _is_own_tokens(self, tail: Tail | Cut) -> bool:
         """Whether the tail's tokens are the prompt's own: only the hash of our own tokens can tell."""
         start = self._ends.get(tail.parent_hash)
         if start is None or start + tail.token_count > self._task.target:
             return False
-        return self._hash_tail(tail.parent_hash, start, tail.token_count) == tail.block_hash
+        if self._hash_tail(tail.parent_hash, start, tail.token_count) == tail.block_hash:
+            return True
+        self._holdings.note_branch(start)
+        return False
 
     def _after_lookup(self, now: float) -> list[Effect]:
         if self.phase is not GatherPhase.LOOKING:

@@ -78,9 +78,13 @@ class Holdings:
         self.received_bytes = 0
         self.new_parts: list[Part] = []
         self.reasons: list[str] = []
+        self.last_failure = ""
+        """The latest of the reasons that something failed."""
         self.decisions: list[Decision] = []
         self.known_to = 0
         """How far something cached, here or elsewhere, begins like this prompt, to the block."""
+        self._branches: set[int] = set()
+        """Ends of this prompt's blocks behind which something cached is known to go on with other tokens."""
         self.store_failed = False
         """The local store could not take a part: others cannot count on finding it there."""
 
@@ -135,7 +139,7 @@ class Holdings:
         position = self.reach(self.has).position
         return max((block.end for block in self._task.chain.blocks if block.end <= position), default=0)
 
-    def note_known(self, has: Callable[[PartRef], bool]) -> None:
+    def note_known(self, has: Callable[[PartRef], bool], hash_tail: TailHash) -> None:
         """Learn from one more view of what is cached how far anything begins like this prompt."""
         tails = [chain.tokens for chain in self._alternatives.values()]
         self.known_to = max([self.known_to, *tails])
@@ -143,17 +147,29 @@ class Holdings:
             if not any(has(PartRef(block_hash=block.block_hash, kind=kind)) for kind in PartKind):
                 break
             self.known_to = max(self.known_to, block.end)
+        self._look_for_branch(hash_tail)
+
+    def note_branch(self, end: int) -> None:
+        """Something cached goes on behind the block that ends at ``end`` with other tokens than this prompt's."""
+        self._branches.add(end)
+
+    def _look_for_branch(self, hash_tail: TailHash) -> None:
+        """Look in the own store for what follows ``known_to``; a block longer than the prompt's rest tells nothing."""
+        start, parent = self.known_to, next((b for b in self._task.chain.blocks if b.end == self.known_to), None)
+        if self._store is None or parent is None:
+            return
+        for block_hash, tokens in self._store.continuations(parent.block_hash, fingerprint=self._task.fingerprint):
+            if start + tokens <= self._task.target and hash_tail(parent.block_hash, start, tokens) != block_hash:
+                self.note_branch(start)
+                return
 
     @property
     def diverged_at(self) -> int | None:
-        """Where the prompt leaves everything cached that begins like it; None: nothing does, or all of it matched.
+        """Where the prompt leaves everything cached that begins like it; None unless something is known to go on so.
 
-        A cached prompt that ends here as a tail was not left: this one only goes on.
+        Of another node's store only the tails are known: what its blocks go on with behind the prompt's is not.
         """
-        tails = {chain.tokens for chain in self._alternatives.values()}
-        if self.known_to in {0, self._task.target} or self.known_to in tails:
-            return None
-        return self.known_to
+        return self.known_to if 0 < self.known_to < self._task.target and self.known_to in self._branches else None
 
     def missing(self, reach: Reach) -> tuple[PartRef, ...]:
         """Parts a hit at ``reach`` needs that are not at hand."""
@@ -201,9 +217,13 @@ class Holdings:
                 for cut in self._store.cuts(parent_hash, fingerprint=fingerprint)
             ]
             for tail_hash, block in found:
-                if block.end <= self._task.target and hash_tail(parent_hash, start, block.token_count) == tail_hash:
+                if block.end > self._task.target:
+                    continue
+                if hash_tail(parent_hash, start, block.token_count) == tail_hash:
                     self.tail_starts.add(start)
                     self.add_tail(block)
+                else:
+                    self.note_branch(start)
         return bool(self._alternatives)
 
     def _cut_to_budget(self, chain: Chain) -> Chain:
@@ -350,6 +370,7 @@ class Holdings:
     def fallback(self, text: str) -> list[Effect]:
         """Something failed and the next option is taken: count it and give the reason."""
         self.reason(text)
+        self.last_failure = text
         self.set_value("last_fallback_reason", text)
         return [Count("fallbacks"), Note("warning", text[:TEXT_CHARACTERS_MAX])]
 
@@ -358,7 +379,10 @@ class Holdings:
         return {self._origins.get(ref, (SourceKind.HOT, ""))[0] for ref in needed}
 
     def sources(self, start: int, imported: Reach | None, end: int) -> tuple[Source, ...]:
-        """The stretches of [0, end): ``start`` tokens were live, or ``imported`` came from parts, the rest was computed."""
+        """The stretches of [0, end): ``start`` tokens were live, or ``imported`` came from parts, the rest was computed.
+
+        Behind them, as empty stretches, whoever sent something that is not in their names: the bytes add up to what came.
+        """
         stretches: list[tuple[Origin, int, int]] = []
         if imported is not None:
             stretches = self._imported_stretches(imported)
@@ -368,6 +392,8 @@ class Holdings:
         if end > start:
             stretches.append(((SourceKind.COMPUTED, ""), start, end))
         unreported = dict(self._spent)
+        named = {origin for origin, _, _ in stretches}
+        stretches += [(each, end, end) for each, (size_bytes, _) in self._spent.items() if size_bytes and each not in named]
         result: list[Source] = []
         for origin, first, last in stretches:
             size_bytes, elapsed_ms = unreported.pop(origin, (0, 0.0))
@@ -377,16 +403,27 @@ class Holdings:
             )
         return tuple(result)
 
+    def explain_unused(self, imported: Reach | None) -> None:
+        """Give the reason for what came and was in vain."""
+        needed = needed_parts(imported.chain, imported.position, self._requirement) if imported is not None else ()
+        used = {self._origins.get(ref) for ref in needed}
+        for (kind, node_id), (size_bytes, _) in self._spent.items():
+            if size_bytes and (kind, node_id) not in used:
+                whose = "worker" if kind is SourceKind.WORKER else "cache"
+                self.reason(f"{size_bytes} bytes arrived from {whose} {node_id} and were not used")
+
     def _imported_stretches(self, imported: Reach) -> list[tuple[Origin, int, int]]:
-        needed: dict[bytes, PartRef] = {}
+        needed: dict[bytes, Origin] = {}
         for ref in needed_parts(imported.chain, imported.position, self._requirement):
-            needed.setdefault(ref.block_hash, ref)
+            # Whoever sent any part of a block made it possible.
+            if ref in self._origins or ref.block_hash not in needed:
+                needed[ref.block_hash] = self._origins.get(ref, (SourceKind.HOT, ""))
         stretches: list[tuple[Origin, int, int]] = []
         origin: Origin = (SourceKind.HOT, "")
         # From the back: a block out of which nothing is needed (before the window) belongs to the stretch after it.
         for block in reversed([block for block in imported.chain.blocks if block.end <= imported.position]):
             if block.block_hash in needed:
-                origin = self._origins.get(needed[block.block_hash], (SourceKind.HOT, ""))
+                origin = needed[block.block_hash]
             if stretches and stretches[-1][0] == origin:
                 stretches[-1] = (origin, block.start, stretches[-1][2])
             else:

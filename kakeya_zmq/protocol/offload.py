@@ -1,8 +1,9 @@
 """Offloading: have a prefill worker compute the rest of a prefix and keep the parts it streams back.
 
 Rules
- 1. Workers are tried one after another, cheapest first, only those that pay (all of them when remote is required); the
-    whole stage ends by ``worker_timeout_s``.
+ 1. Workers are tried one after another, cheapest first, only those that pay (all of them when remote is required); one
+    that was left as too slow is tried once more when those it was left for have failed. The whole stage ends by
+    ``worker_timeout_s``.
  2. A job asks for exactly the parts that a hit at the target needs beyond the deepest position already at hand. What a
     failed worker has sent is kept: the next one is asked for less.
  3. A job is left when another worker, or computing here, would have won by now (see .hedge); what it has sent is kept.
@@ -127,6 +128,9 @@ class Offload:
         self._random_bytes = random_bytes
         self._estimates = Estimates(task, rates)
         self._tried: set[NodeId] = set()
+        self._left: set[NodeId] = set()
+        """Those of the tried that did not fail, but were too slow."""
+        self._tried_again: set[NodeId] = set()
         self._attempt: _Attempt | None = None
         self._closing: dict[AskId, NodeId] = {}
         self._stage_deadline = 0.0
@@ -369,8 +373,19 @@ class Offload:
             return []
         effects = self._drop_attempt(what)
         effects.append(Count("hedges") if slow else Count("remote_job_failures"))
+        if slow:
+            self._left |= {attempt.node_id} - self._tried_again
+        else:
+            self._reconsider_left()
         effects += self._holdings.fallback(f"worker {attempt.node_id} {what}")
         return [*effects, *self._next(now)]
+
+    def _reconsider_left(self) -> None:
+        """What the slow workers were left for has failed: once nobody else is there, they may be asked again, each once."""
+        if all(worker.node_id in self._tried for worker in self._task.workers):
+            self._tried -= self._left
+            self._tried_again |= self._left
+            self._left.clear()
 
     def _check(self, attempt: _Attempt, now: float) -> list[Effect]:
         """Leave the worker when the best way without it would have won."""

@@ -56,12 +56,18 @@ class Outlook:
             stands = max(position, self._holdings.reach(self._holdings.has).position)
             aim = way.aim if way is not None else None
             waiting_s = way.remaining_s(now) if way is not None else 0.0
-            rest = target - (aim.position if aim is not None else stands)
+            rest_ms = self._rest_ms(phase, aim.position if aim is not None else stands, stands)
         else:
             stands = max(position, begin)
-            waiting_s, rest = 0.0, target - stands
-        until = now + waiting_s + self._estimates.compute_ms(rest) / 1000.0
+            waiting_s, rest_ms = 0.0, self._estimates.compute_ms(target - stands)
+        until = now + waiting_s + rest_ms / 1000.0
         return Forecast(promised, stands, target, now, until, here=not remote)
+
+    def _rest_ms(self, phase: Phase, position: int, at_hand: int) -> float:
+        """What is left behind ``position``: before the workers are asked, one of them may be quicker than this machine."""
+        if phase is Phase.GATHER:
+            return self._estimates.rest_ms(position, at_hand)
+        return self._estimates.compute_ms(self._task.target - position)
 
     def _promise(self, begin: int, *, remote: bool) -> frozenset[PartRef]:
         task, requirement = self._task, self._task.facts.requirement

@@ -7,16 +7,18 @@ Rules
  3. Only parts that :func:`kakeya_zmq.blocks.needed_parts` names for the position are imported, all of them, from one chain.
  4. REMOTE_REQUIRED never computes here: either the whole prefix is there, or the session stays as it was and the outcome is
     Unavailable. LOCAL_ONLY never asks anybody.
- 5. A prompt that begins like one that is being prepared for another session waits for that one while it pays (.following).
+ 5. A prompt that begins like one that is being prepared for another session waits for that one while it pays (.following);
+    it looks for one at the beginning, and again before it computes what no worker brought.
  6. When ``outcome`` is set, nothing of this machine is open any more, except what nobody waits for: releases of leases, and
     cancelled steps of an early import.
 
 Theory of operation. The phases follow each other as in ``TRANSITIONS``; each is entered at most once, which bounds the
-whole. FOLLOW, GATHER and OFFLOAD are machines of their own (kakeya_zmq.protocol.following, .gather and .offload) that fill
-the holdings; IMPORT and COMPUTE are one engine command each; what arrives before IMPORT is copied early (.early_import),
-so that little is left to do there. Between them stands one question: how deep do the parts at hand reach, and
-is that deeper than the session's own KV? An import the engine refuses empties the session and leads to COMPUTE from 0.
-``position`` follows the engine's events only, so that it is right whenever the machine ends.
+whole. FOLLOW (and REJOIN, the same after OFFLOAD), GATHER and OFFLOAD are machines of their own
+(kakeya_zmq.protocol.following, .gather and .offload) that fill the holdings; IMPORT and COMPUTE are one engine command
+each; what arrives before IMPORT is copied early (.early_import), so that little is left to do there. Between them stands
+one question: how deep do the parts at hand reach, and is that deeper than the session's own KV? An import the engine
+refuses empties the session and leads to COMPUTE from 0. ``position`` follows the engine's events only, so that it is right
+whenever the machine ends.
 """
 
 from __future__ import annotations
@@ -90,6 +92,13 @@ __all__ = [
     "Unavailable",
     "WorkerView",
 ]
+
+
+_WAITING = (Phase.FOLLOW, Phase.REJOIN)
+
+
+def _over_limit(tokens: int) -> str:
+    return f"only the first {tokens} tokens fit into the import limit"
 
 
 def _ignore_value(name: str, value: object) -> None:
@@ -179,11 +188,11 @@ class PromptPreparation:
     @property
     def has_news(self) -> bool:
         """Whether :meth:`look` should be called: what it waits for in another session has changed."""
-        return self.phase is Phase.FOLLOW and self._following is not None and self._following.has_news()
+        return self.phase in _WAITING and self._following is not None and self._following.has_news()
 
     def deadline(self) -> float | None:
         match self.phase:
-            case Phase.FOLLOW if self._following is not None:
+            case Phase.FOLLOW | Phase.REJOIN if self._following is not None:
                 return self._following.deadline()
             case Phase.GATHER if self._gathering is not None:
                 return self._gathering.deadline()
@@ -224,7 +233,7 @@ class PromptPreparation:
     def look(self, now: float) -> list[Effect]:
         """What this one waits for in another session has changed (``has_news``), or its clock says so."""
         following = self._following
-        if self.outcome is not None or self.phase is not Phase.FOLLOW or following is None:
+        if self.outcome is not None or self.phase not in _WAITING or following is None:
             return []
         holdings = self._holdings
         effects = following.look(max(self.position, holdings.reach(holdings.has).position), now)
@@ -234,7 +243,7 @@ class PromptPreparation:
         if max(self.position, reach.position) == self._task.target:
             return [*effects, *self._apply(now, reach)]
         holdings.hold(reach, now)
-        effects += self._ask_fleet(now, reach)
+        effects += self._ask_fleet(now, reach) if self.phase is Phase.FOLLOW else self._apply(now, reach)
         self._tell(now)
         return effects
 
@@ -244,7 +253,7 @@ class PromptPreparation:
         reach = holdings.reach(holdings.has)
         if reach.position < self._task.target and holdings.find_local_tails(self._hash_tail, reach.position):
             reach = holdings.reach(holdings.has)
-        holdings.note_known(holdings.has)
+        holdings.note_known(holdings.has, self._hash_tail)
         return reach
 
     def _ask_fleet(self, now: float, reach: Reach) -> list[Effect]:
@@ -255,7 +264,7 @@ class PromptPreparation:
             gap = describe_gap(holdings.importable, task.facts.requirement, holdings.has, reach.position)
             holdings.reason(f"own cache ends at token {reach.position}: {gap}" if gap else "")
         if holdings.importable.tokens < task.target:
-            holdings.reason(f"only the first {holdings.importable.tokens} tokens fit into the import limit")
+            holdings.reason(_over_limit(holdings.importable.tokens))
         if self._wants_help(task.target - floor) and task.caches:
             self._enter(Phase.GATHER)
             self._gathering = Gathering(task, holdings, self._ids, self._rates, self._hash_tail, floor)
@@ -274,7 +283,7 @@ class PromptPreparation:
     def _take(self, event: HostEvent, now: float) -> list[Effect]:
         gathering = self._gathering
         match event:
-            case Tick() if self.phase is Phase.FOLLOW:
+            case Tick() if self.phase in _WAITING:
                 return self.look(now)
             case Tick() if self.phase is Phase.GATHER and gathering is not None:
                 effects = gathering.on(event, now)
@@ -345,15 +354,35 @@ class PromptPreparation:
         task = self._task
         reach = self._holdings.reach(self._holdings.has)
         at_hand = max(self.position, reach.position)
-        affordable = self._holdings.importable.tokens == task.target
-        if not (self._wants_help(task.target - at_hand) and task.workers and affordable):
+        if not self._wants_help(task.target - at_hand):
+            return self._apply(now, reach)
+        why = self._no_job_because()
+        if why:
+            self._holdings.reason(why)
             return self._apply(now, reach)
         self._enter(Phase.OFFLOAD)
         effects = self._offload.start(now)
         return [*effects, *self._after_offload(now)]
 
+    def _no_job_because(self) -> str:
+        """Why no worker is asked for anything; empty when they are."""
+        importable = self._holdings.importable.tokens
+        if importable < self._task.target:
+            return _over_limit(importable)
+        return "" if self._task.workers else self._task.no_worker
+
     def _after_offload(self, now: float) -> list[Effect]:
-        return self._apply(now, self._holdings.reach(self._holdings.has)) if self._offload.finished else []
+        if not self._offload.finished:
+            return []
+        reach = self._holdings.reach(self._holdings.has)
+        at_hand, following = max(self.position, reach.position), self._following
+        effects: list[Effect] = []
+        if following is not None and at_hand < self._task.target:
+            effects = following.rejoin(at_hand, now)
+            if following.waiting:
+                self._enter(Phase.REJOIN)
+                return effects
+        return [*effects, *self._apply(now, reach)]
 
     def _apply(self, now: float, reach: Reach) -> list[Effect]:
         """All help is in: import what reaches deeper than the session's own KV, or go on from there."""
@@ -393,10 +422,17 @@ class PromptPreparation:
     def _shortfall(self, reach: Reach) -> str:
         there = max(reach.position, self.position)
         text = f"remote prefill is required, and the fleet delivered {there} of {self._task.target} tokens"
-        last = self._holdings.reasons[-1] if self._holdings.reasons else "no worker or cache is known"
-        if self._task.hints and not self._task.workers:
-            last = "; ".join(self._task.hints)
-        return f"{text}: {last}"
+        return f"{text}: {'; '.join(self._causes_of_shortfall())}"
+
+    def _causes_of_shortfall(self) -> list[str]:
+        task, holdings = self._task, self._holdings
+        if holdings.importable.tokens < task.target:
+            return [_over_limit(holdings.importable.tokens)]
+        causes = [holdings.last_failure] if holdings.last_failure else []
+        if not task.workers:
+            causes += [*task.hints, task.no_worker]
+            causes += [] if task.caches else ["no cache is known"]
+        return causes or holdings.reasons[-1:] or ["nothing that could help is known"]
 
     def _compute(self, now: float) -> list[Effect]:
         task = self._task
@@ -483,7 +519,7 @@ class PromptPreparation:
     def _tell(self, now: float) -> None:
         """Let sessions that prepare the same prefix know what this one brings; worked out only when somebody listens."""
         following, outlook = self._following, self._outlook
-        if following is None or self.outcome is not None or self.phase is Phase.FOLLOW:
+        if following is None or self.outcome is not None or self.phase in _WAITING:
             return
         stopped = self._cancelled or self._holdings.store_failed
         if stopped or following.followed or not outlook.is_told(self.phase):
@@ -521,11 +557,15 @@ class PromptPreparation:
 
     def _explain(self, now: float) -> Explanation:
         live = self._live if self._import is None else 0
-        diverged_at = self._holdings.diverged_at
-        if diverged_at is not None and diverged_at <= self._task.live_position:
+        holdings = self._holdings
+        diverged_at, known_to = holdings.diverged_at, holdings.known_to
+        if known_to <= self._task.live_position:
             diverged_at = None
-        if diverged_at is not None:
-            self._holdings.reason(f"diverged at token {diverged_at} from everything cached that begins like it")
+        elif diverged_at is not None:
+            holdings.reason(f"diverged at token {diverged_at} from everything cached that begins like it")
+        elif known_to < self._task.target:
+            holdings.reason(f"nothing cached is known beyond token {known_to}")
+        holdings.explain_unused(self._import)
         return Explanation(
             prompt_tokens=len(self._task.tokens),
             sources=self._holdings.sources(live, self._import, self.position),

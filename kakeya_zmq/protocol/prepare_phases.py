@@ -12,6 +12,7 @@ class Phase(enum.Enum):
     FOLLOW = "waiting for another session"
     GATHER = "asking caches"
     OFFLOAD = "waiting for a worker"
+    REJOIN = "waiting for another session after all"
     IMPORT = "importing"
     COMPUTE = "computing the rest"
     FINISHED = "finished"
@@ -21,7 +22,8 @@ TRANSITIONS: Final[Mapping[Phase, frozenset[Phase]]] = {
     Phase.LOCAL: frozenset({Phase.FOLLOW, Phase.GATHER, Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
     Phase.FOLLOW: frozenset({Phase.GATHER, Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
     Phase.GATHER: frozenset({Phase.OFFLOAD, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
-    Phase.OFFLOAD: frozenset({Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
+    Phase.OFFLOAD: frozenset({Phase.REJOIN, Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
+    Phase.REJOIN: frozenset({Phase.IMPORT, Phase.COMPUTE, Phase.FINISHED}),
     Phase.IMPORT: frozenset({Phase.COMPUTE, Phase.FINISHED}),
     Phase.COMPUTE: frozenset({Phase.FINISHED}),
     Phase.FINISHED: frozenset(),

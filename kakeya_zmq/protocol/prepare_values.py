@@ -138,6 +138,8 @@ class PreparationTask:
     settings: PreparationSettings = field(default_factory=PreparationSettings)
     hints: tuple[str, ...] = ()
     """Why nodes that might have helped cannot, for example "worker w is not compatible: rope_hash differs"."""
+    no_worker: str = "no worker is known"
+    """Why ``workers`` is empty, when it is."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0 or self.chain.tokens != self.target:

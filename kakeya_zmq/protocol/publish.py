@@ -11,7 +11,9 @@ Rules
     A peer that had no room, or does not take this namespace, is passed over for a while: what would have gone to it goes to
     the next in rank, also what waits already. Fullness is learned from answers, not from cards: a store that evicts is
     always full, and takes new parts all the same.
- 4. Payloads are referenced, never copied.
+    So is a peer whose bulk port could not be reached (.backoff, shared with fetches and jobs).
+ 4. One delivery a peer at a time: a peer that hangs delays what is for it, and nothing that is for others.
+ 5. Payloads are referenced, never copied.
 
 Theory of operation: one delivery is one PublishOffer to one peer, ``OFFERED → SENDING → AWAITING_RESULT``; a peer that wants
 nothing skips to the result. Each delivery has a stall clock that every event of its own winds up, and an absolute deadline.
@@ -24,9 +26,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from kakeya_zmq.backoff import Trouble
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.planner import LINK_COMPRESSION_CHOICES, MeasuredRates, decide_link_codec, rank_replicas
 from kakeya_zmq.protocol.effects import (
+    NO_CONNECTION,
     AddCredit,
     Ask,
     AskFailed,
@@ -53,6 +57,7 @@ from wire.messages import CipherSuite, Credit, Cut, PublishGrant, PublishOffer, 
 
 _UNWILLING = frozenset({FailureCode.PERMISSION_DENIED, FailureCode.UNIMPLEMENTED, FailureCode.FAILED_PRECONDITION})
 """Answers that will be the same for everything of this namespace."""
+_NOTHING_TAKEN = "nothing was taken at its bulk port"
 
 
 def replica_candidates(cards: Iterable[Card], fingerprint: bytes) -> tuple[NodeId, ...]:
@@ -74,6 +79,7 @@ class PublishSettings:
     """Peers that get each part; 0 switches publishing off."""
     attempts_max: int = 2
     in_flight_max: int = 2
+    """Deliveries at once, each to another peer."""
     queue_deliveries_max: int = 256
     queue_bytes_max: int = 512 * limits.MIB
     """Payloads kept alive by waiting deliveries."""
@@ -143,6 +149,8 @@ class _Active:
     phase: DeliveryPhase = DeliveryPhase.OFFERED
     lane: LaneId | None = None
     wanted_bytes: int = 0
+    is_taken: bool = False
+    """The peer has given credit: bytes of ours have reached it."""
 
 
 def _ignore_value(name: str, value: object) -> None:
@@ -241,7 +249,7 @@ class Publisher:
             case _:
                 return []
         for active in [active for active in self._active if now >= min(active.deadline, active.stall_deadline)]:
-            effects += self._fail(active, "timed out", now)
+            effects += self._fail(active, self._stall(active, now), now)
         return [*effects, *self._begin_waiting(now)]
 
     def close(self) -> list[Effect]:
@@ -284,18 +292,29 @@ class Publisher:
 
     def _begin_waiting(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._queue and len(self._active) < self._settings.in_flight_max:
-            delivery = self._queue.popleft()
+        waiting, self._queue = self._queue, deque()
+        busy = {active.delivery.node_id for active in self._active}
+        for delivery in waiting:
+            directed = self._redirected(delivery, now)
+            if len(self._active) >= self._settings.in_flight_max or directed.node_id in busy:
+                self._queue.append(delivery)
+                continue
+            busy.add(directed.node_id)
             self._queue_bytes -= delivery.size_bytes
-            effects += self._begin(delivery, now)
+            effects += self._begin(directed, now)
         return effects
 
     def _willing(self, peers: Iterable[NodeId], fingerprint: bytes, now: float) -> tuple[NodeId, ...]:
         self._paused = {key: until for key, until in self._paused.items() if now < until}
-        return tuple(peer for peer in peers if (peer, fingerprint) not in self._paused)
+        backoff = self._rates.backoff
+        return tuple(
+            peer
+            for peer in peers
+            if (peer, fingerprint) not in self._paused and not backoff.left_alone(peer, now, Trouble.BULK_PORT)
+        )
 
     def _redirected(self, delivery: _Delivery, now: float) -> _Delivery:
-        """The delivery for its next spare, when its peer turned out to be full or unwilling since it was queued."""
+        """The delivery for its next spare, when its peer turned out to be no use since it was queued."""
         if self._willing((delivery.node_id,), delivery.fingerprint, now):
             return delivery
         spares = self._willing(delivery.spares, delivery.fingerprint, now)
@@ -303,7 +322,6 @@ class Publisher:
 
     def _begin(self, delivery: _Delivery, now: float) -> list[Effect]:
         settings = self._settings
-        delivery = self._redirected(delivery, now)
         ask = self._ids.ask()
         self._active.append(
             _Active(delivery, ask, deadline=now + settings.delivery_timeout_s, stall_deadline=now + settings.stall_timeout_s)
@@ -329,6 +347,8 @@ class Publisher:
             case AskProgressed(body=PublishGrant() as grant):
                 return self._granted(active, grant, now)
             case AskProgressed(body=Credit(credit_bytes=credit_bytes)):
+                self._rates.backoff.succeeded(active.delivery.node_id, Trouble.BULK_PORT)
+                active.is_taken = True
                 sending = active.lane is not None and active.phase is DeliveryPhase.SENDING
                 return [AddCredit(active.lane, credit_bytes)] if sending and active.lane is not None else []
             case AskProgressed():
@@ -365,8 +385,11 @@ class Publisher:
 
     def _lane_finished(self, active: _Active, event: LaneFinished, now: float) -> list[Effect]:
         active.lane = None
+        if event.reason == NO_CONNECTION and not event.ok:
+            self._rates.backoff.failed(active.delivery.node_id, Trouble.BULK_PORT, NO_CONNECTION, now)
         if not event.ok:
             return self._fail(active, f"broke off: {event.reason}", now)
+        self._rates.backoff.succeeded(active.delivery.node_id, Trouble.BULK_PORT)
         active.phase = DeliveryPhase.AWAITING_RESULT
         active.stall_deadline = now + self._settings.stall_timeout_s
         return [Count("bytes_published", event.transferred_bytes)]
@@ -386,6 +409,13 @@ class Publisher:
         if result.refused_parts:
             effects.append(Count("publish_parts_refused", result.refused_parts))
         return effects
+
+    def _stall(self, active: _Active, now: float) -> str:
+        """What to say of a delivery that did not go on. A port behind a firewall answers nothing at all."""
+        if active.phase is not DeliveryPhase.SENDING or active.is_taken:
+            return "timed out"
+        self._rates.backoff.failed(active.delivery.node_id, Trouble.BULK_PORT, _NOTHING_TAKEN, now)
+        return f"timed out: {_NOTHING_TAKEN}"
 
     def _pause(self, active: _Active, until: float) -> None:
         self._paused[active.delivery.node_id, active.delivery.fingerprint] = until

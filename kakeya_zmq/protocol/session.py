@@ -27,8 +27,10 @@ host's own StartCancel. SessionDown tells that there is no session and why; it a
 Server: a session belongs to the route its HELLO came from, and a route has one session. A session *counts* (PeerUp, safe
 from being evicted by newcomers) after its first sealed message, for only that proves that the HELLO was not a replayed one.
 The same HELLO again on its route gets the same WELCOME; anywhere else it is refused. A request the server opened ends
-exactly once: the host's reply or failure, or RequestEnded. After Move nothing new is opened, and each session ends, with the
-port at which the node goes on, as soon as nothing of it is open: a client loses no request by it.
+exactly once: the host's reply or failure, or RequestEnded. A session ends on the next Tick when a message to it could not be
+sent because its connection is gone (names of connections never come back), after 15 s of silence, and after 6 s of silence
+when its node has a newer one: what was asked in it is wanted by nobody. After Move nothing new is opened, and each session
+ends, with the port at which the node goes on, as soon as nothing of it is open: a client loses no request by it.
 """
 
 from kakeya_zmq.protocol.effects import Tick
@@ -44,6 +46,7 @@ from kakeya_zmq.protocol.session_values import (
     LocalNode,
     Measured,
     Move,
+    NameTaken,
     PeerDown,
     PeerInfo,
     PeerUp,
@@ -54,6 +57,7 @@ from kakeya_zmq.protocol.session_values import (
     RequestEnded,
     RequestOpened,
     RequestUpdated,
+    RouteGone,
     RouterFrames,
     RouteTransmit,
     SendFailure,
@@ -83,6 +87,7 @@ __all__ = [
     "LocalNode",
     "Measured",
     "Move",
+    "NameTaken",
     "PeerDown",
     "PeerInfo",
     "PeerUp",
@@ -93,6 +98,7 @@ __all__ = [
     "RequestEnded",
     "RequestOpened",
     "RequestUpdated",
+    "RouteGone",
     "RouteTransmit",
     "RouterFrames",
     "SendFailure",

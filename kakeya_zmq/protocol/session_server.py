@@ -7,20 +7,23 @@ What a member may cost: each connection has so many HELLOs, new nodes come in at
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
 from kakeya_zmq.protocol.effects import Tick
-from kakeya_zmq.protocol.identities import IdentityBook
+from kakeya_zmq.protocol.identities import OTHER_KEY, IdentityBook
 from kakeya_zmq.protocol.limits import KeyedBuckets, RequestLimiter, TokenBucket
 from kakeya_zmq.protocol.session_values import (
     HELLOS_REMEMBERED,
+    PING_AFTER_NOT_SENDING_S,
     SESSION_IDLE_S,
     Expel,
     LocalNode,
     Move,
+    NameTaken,
     PeerDown,
     PeerInfo,
     PeerUp,
@@ -28,6 +31,7 @@ from kakeya_zmq.protocol.session_values import (
     RequestEnded,
     RequestOpened,
     RequestUpdated,
+    RouteGone,
     RouterFrames,
     RouteTransmit,
     SendFailure,
@@ -71,12 +75,23 @@ class _ServerSession:
     proven: bool = False
     """A sealed message has come: the peer holds the keys."""
     last_request_id: int = -1
+    route_gone: bool = False
+    newer_at: float = -math.inf
+    """When a newer session of the same node was proven."""
     requests: dict[int, tuple[float, int]] = field(default_factory=dict)
     """Open: request id → (absolute deadline, size of its message in bytes)."""
+
+    def is_lost(self, due: float) -> bool:
+        """Whether its connection is gone, or the node has left it for a newer session."""
+        return self.route_gone or (self.heard_at < self.newer_at and due >= self.newer_at + OLDER_SESSION_IDLE_S)
 
 
 _IDLE_CHECK: Final = -1
 """In the timer heap, in place of a request id."""
+_LOSS_CHECK: Final = -2
+"""The same, for a session whose connection is gone or whose node has a newer one."""
+OLDER_SESSION_IDLE_S: Final = PING_AFTER_NOT_SENDING_S + 1.0
+"""A node may hold several sessions, and one of them may only listen: but never longer than this without a Ping."""
 HELLOS_PER_S: Final = 1.0
 HELLOS_BURST: Final = 8.0
 """Of one connection: a client repeats a HELLO after a second, and says a new one when its session got lost."""
@@ -159,6 +174,11 @@ class ServerSessions:
                 self._run_clock(now, effects, only_requests=False)
             case Move():
                 self._moving = event
+            case RouteGone(route=route):
+                gone = self._sessions.get(self._routes.get(route, b""))
+                if gone is not None and not gone.route_gone:
+                    gone.route_gone = True
+                    heapq.heappush(self._timers, (now, gone.peer.session_id, _LOSS_CHECK))
             case Expel(identity_public_key=key, reason=reason):
                 for session in [each for each in self._sessions.values() if each.peer.identity_public_key == key]:
                     self._transmit(session, Goodbye(reason=one_line(reason)), effects)
@@ -191,12 +211,17 @@ class ServerSessions:
             session = self._sessions.get(session_id)
             if session is None:
                 continue
-            if request_id != _IDLE_CHECK:
+            if request_id >= 0:
                 self._expire(session, request_id, now, effects)
-            elif session.heard_at + SESSION_IDLE_S > now:
+            elif request_id == _LOSS_CHECK and not session.is_lost(due):
+                continue
+            elif request_id == _IDLE_CHECK and session.heard_at + SESSION_IDLE_S > now:
                 heapq.heappush(self._timers, (session.heard_at + SESSION_IDLE_S, session_id, _IDLE_CHECK))
             elif only_requests:
-                postponed.append((due, session_id, _IDLE_CHECK))
+                postponed.append((due, session_id, request_id))
+            elif request_id == _LOSS_CHECK:
+                why = "its connection is gone" if session.route_gone else "the node goes on with a newer one"
+                self._end(session, why, effects)
             else:
                 self._end(session, f"nothing heard for {SESSION_IDLE_S:.0f} seconds", effects)
         for timer in postponed:
@@ -218,8 +243,7 @@ class ServerSessions:
             self._timers = [
                 timer
                 for timer in self._timers
-                if (session := self._sessions.get(timer[1])) is not None
-                and (timer[2] == _IDLE_CHECK or timer[2] in session.requests)
+                if (session := self._sessions.get(timer[1])) is not None and (timer[2] < 0 or timer[2] in session.requests)
             ]
             heapq.heapify(self._timers)
 
@@ -310,7 +334,12 @@ class ServerSessions:
         # Counted only when it is a member's; before the costly steps, two products on the curve and a signature.
         if self._hello_rates.take(route, now) > 0:
             raise RemoteProtocolError("a connection says hello too often")
-        self._identify(hello, now)
+        refusal = self._identify(hello, now)
+        if refusal:
+            self._refuse(refusal, effects)
+            if refusal == OTHER_KEY:
+                effects.append(NameTaken(hello.node_id))
+            return
         if known is not None:
             self._end(known, "the client started a new session", effects)
         self._make_room_of(hello.node_id, effects)
@@ -325,11 +354,11 @@ class ServerSessions:
         heapq.heappush(self._timers, (now + SESSION_IDLE_S, session_id, _IDLE_CHECK))
         effects.append(RouteTransmit(route, session.welcome_frames))
 
-    def _identify(self, hello: Hello, now: float) -> None:
-        """Hold the node to the key that its name is bound to.
+    def _identify(self, hello: Hello, now: float) -> str:
+        """Hold the node to the key that its name is bound to; why it is not let in, or an empty text.
 
         Raises:
-            RemoteProtocolError: it has another key, or too many new nodes came lately.
+            RemoteProtocolError: too many new nodes came lately.
         """
         if self._identities.key_of(hello.node_id) is None and self._registrations.take(now) > 0:
             raise RemoteProtocolError("too many new nodes in a short time")
@@ -337,9 +366,7 @@ class ServerSessions:
         def in_use() -> set[str]:
             return {session.peer.node_id for session in self._sessions.values()}
 
-        refusal = self._identities.admit(hello.node_id, hello.identity_public_key, hello.roles, in_use)
-        if refusal:
-            raise RemoteProtocolError(refusal)
+        return self._identities.admit(hello.node_id, hello.identity_public_key, hello.roles, in_use)
 
     def _make_room_of(self, node_id: str, effects: list[ServerEffect]) -> None:
         own = [session for session in self._sessions.values() if session.peer.node_id == node_id]
@@ -402,8 +429,18 @@ class ServerSessions:
         session.heard_at = now
         if not session.proven:
             session.proven = True
+            self._doubt_older(session.peer, now)
             effects.append(PeerUp(session.peer))
         self._envelope(decode_client(plaintext), len(plaintext), session, now, effects)
+
+    def _doubt_older(self, peer: PeerInfo, now: float) -> None:
+        """A node that says hello again has most likely lost the connections of its other sessions: they end unless heard."""
+        for session in self._sessions.values():
+            older = session.peer
+            same = older.identity_public_key == peer.identity_public_key and older.node_id == peer.node_id
+            if same and older.session_id != peer.session_id and older.incarnation <= peer.incarnation:
+                session.newer_at = now
+                heapq.heappush(self._timers, (now + OLDER_SESSION_IDLE_S, older.session_id, _LOSS_CHECK))
 
     def _envelope(
         self, envelope: ClientEnvelope, size_bytes: int, session: _ServerSession, now: float, effects: list[ServerEffect]

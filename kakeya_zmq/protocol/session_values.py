@@ -234,7 +234,14 @@ class Expel:
     reason: str
 
 
-ServerEvent: TypeAlias = RouterFrames | SendReply | SendProgress | SendFailure | Tick | Shutdown | Move | Expel
+@dataclass(frozen=True, slots=True)
+class RouteGone:
+    """A message could not be sent: its connection has ended. A ROUTER's names for connections never come back."""
+
+    route: bytes
+
+
+ServerEvent: TypeAlias = RouterFrames | SendReply | SendProgress | SendFailure | Tick | Shutdown | Move | Expel | RouteGone
 
 
 # --- server effects ------------------------------------------------------------------------------------------------
@@ -292,7 +299,16 @@ class Refused:
     reason: str
 
 
-ServerEffect: TypeAlias = RouteTransmit | RequestOpened | RequestUpdated | RequestEnded | PeerUp | PeerDown | Refused
+@dataclass(frozen=True, slots=True)
+class NameTaken:
+    """A member says hello under a node id that is bound to another identity key; follows its Refused."""
+
+    node_id: str
+
+
+ServerEffect: TypeAlias = (
+    RouteTransmit | RequestOpened | RequestUpdated | RequestEnded | PeerUp | PeerDown | Refused | NameTaken
+)
 
 
 # --- identities ----------------------------------------------------------------------------------------------------

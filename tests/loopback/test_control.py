@@ -20,6 +20,7 @@ from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
+from tests.loopback.throttle import SlowLink
 from wire import limits
 from wire.errors import FailureCode, InvalidInput, LocalProtocolError, PortInUseError
 from wire.keys import FleetKey, NodeIdentity
@@ -322,6 +323,29 @@ def test_on_end_does_not_follow_an_answer(world: World) -> None:
     client.close()
     world.until(lambda: not server.peers())
     assert ended == []
+
+
+def test_a_connection_that_broke_ends_its_requests_at_the_next_message(world: World) -> None:
+    ended: list[str] = []
+    opened: list[IncomingRequest] = []
+
+    def on_request(request: IncomingRequest) -> None:
+        request.on_end = ended.append
+        opened.append(request)
+
+    server = world.server(on_request)
+    with SlowLink(server.address.port, 1000.0) as link:
+        Asked(world.client(Address("127.0.0.1", link.port)))
+        world.until(lambda: bool(opened))
+
+    def told() -> bool:
+        opened[0].progress(JobProgress(tokens_done=1, tokens_total=9, tokens_reused=0))
+        return bool(ended)
+
+    world.until(told)
+    assert ended == ["the session ended: its connection is gone"]
+    assert not server.refusals
+    assert server.idle
 
 
 def test_a_client_that_leaves_ends_its_requests(world: World) -> None:

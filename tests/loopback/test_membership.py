@@ -391,4 +391,5 @@ def test_a_second_node_with_a_name_that_is_taken_is_told_so(fleet: Fleet, folder
                 lambda: any("--node-id" in line for line in client.status().recent), "the twin learns why it is alone"
             )
         assert told(fleet, "another identity key")()
+        assert told(fleet, "another machine uses the node id cache")()
     fleet.wait_joined()

@@ -60,6 +60,18 @@ def test_two_primaries_with_one_prompt_cost_the_worker_one_computation(fleet: Fl
         assert figure(worker, "cache", "bytes_reserved") == 0
 
 
+def test_a_node_of_the_same_name_does_not_start_on_one_machine(fleet: Fleet, folder: Path) -> None:
+    with Fleet(folder, fleet.home / "elsewhere") as other:
+        twin = other.add("worker")
+        twin.environment = {"KAKEYA_HOME": str(fleet.home)}
+        twin.launch(fleet["primary"].address)
+        assert twin.process is not None
+        assert twin.process.wait(rig.START_TIMEOUT_S) == 5
+        line = twin.last_lines(1)
+        assert f"the node id worker is already in use on this machine by process {fleet['worker'].pid}" in line
+        assert "Traceback" not in twin.last_lines()
+
+
 def test_an_adaptive_worker_takes_what_the_machine_leaves(fleet: Fleet) -> None:
     with fleet["worker"].client() as worker:
         wait_until(lambda: figure(worker, "budget", "model_bytes") > 0, "the model was measured")

@@ -28,6 +28,7 @@ from kakeya_zmq.protocol.effects import (
     CommandEnded,
     CommandEvent,
     ConnectReceiver,
+    Count,
     CreditEarned,
     Effect,
     HostEvent,
@@ -127,6 +128,7 @@ class Fleet:
         self.tickets: dict[int, RunCommand] = {}
         self.detached: set[int] = set()
         self.cancelled: set[int] = set()
+        self.bytes_received = 0
 
     # --- the world -----------------------------------------------------------------------------------------------------
 
@@ -189,6 +191,8 @@ class Fleet:
                     for event in self._run(command):
                         self._later(0.01, CommandEvent(ticket, event))
                     self._later(0.02, CommandEnded(ticket, False, self.engine.position))
+                case Count(name="bytes_received", amount=amount):
+                    self.bytes_received += amount
                 case CancelCommand(ticket=ticket):
                     assert ticket in self.tickets
                     self.cancelled.add(ticket)
@@ -318,11 +322,14 @@ class Fleet:
                 assert outcome.position == self.target
                 at = 0
                 for source in explanation.sources:
-                    assert source.start == at < source.end
+                    assert source.start == at
+                    assert at < source.end or (at == self.target and source.transfer_bytes > 0)
                     at = source.end
                 assert at == self.target
-            case Unavailable(reason=reason):
+                assert sum(source.transfer_bytes for source in explanation.sources) == self.bytes_received
+            case Unavailable(reason=reason, explanation=explanation):
                 assert reason
+                assert sum(source.transfer_bytes for source in explanation.sources) == self.bytes_received
                 required = self.policy is PrefillPolicy.REMOTE_REQUIRED
                 assert required or self.engine.prefill_fails_at is not None
             case Cancelled():

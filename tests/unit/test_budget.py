@@ -163,6 +163,7 @@ def test_the_shell_fits_a_real_store_and_leaves_leases_alone() -> None:
     model: list[int | None] = [None]
     budget = CacheBudget(reactor, settings, store, model_bytes=lambda: model[0])
     floor = int(0.001 * GIB)
+    assert budget.section()[1]["physical_bytes"] == physical_memory_bytes(), "known before the model is"
     budget.measure(0.0)
     assert store.max_bytes == floor, "at the floor while the model is being loaded"
     model[0] = 0

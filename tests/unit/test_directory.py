@@ -29,7 +29,7 @@ from kakeya_zmq.protocol.directory import (
 )
 from tests.unit.card_kit import card_blob
 from wire import limits
-from wire.cards import mark_of, open_card, unpack_digest
+from wire.cards import mark_of, open_card, pack_digest, unpack_digest
 from wire.codec import encode_server
 from wire.errors import RemoteProtocolError
 from wire.ids import NodeId
@@ -106,6 +106,19 @@ def test_somebody_else_with_our_name_is_told_of_and_not_taken() -> None:
     assert "node id" in other_key.reason
     assert "another process" in other_process.reason
     assert names(directory, 0.0) == []
+
+
+def test_an_asker_learns_that_a_newer_process_runs_under_its_id() -> None:
+    relay = new_directory("relay")
+    arrive(relay, 0.0, (card_blob("me", 2, 5), 0))
+    older = new_directory("me")
+    older.on(DirectoryTick(), 0.0)
+    known = pack_digest([])
+    assert len(relay.answer(known, "me", 0.0)[0]) == 1, "who does not say which process it is"
+    assert len(relay.answer(known, "me", 0.0, incarnation=2)[0]) == 1, "the same process"
+    cards, ages, _, _ = relay.answer(known, "me", 0.0, incarnation=1)
+    (claimed,) = arrive(older, 0.0, *zip(cards, ages, strict=True))[1:]
+    assert isinstance(claimed, OwnIdClaimed)
 
 
 def test_our_own_earlier_incarnation_coming_back_is_no_news() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -42,6 +43,7 @@ from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import (
     TRANSITIONS,
     Cancelled,
+    IdAllocator,
     Phase,
     PreparationSettings,
     PromptPreparation,
@@ -253,7 +255,8 @@ def test_a_cold_prompt_is_computed_kept_and_offered_for_publishing() -> None:
     assert {part.meta.ref for part in outcome.new_parts} == {part.meta.ref for part in parts_of(71, 70, WINDOWED)}
     assert all(store.has(part.meta.ref) for part in outcome.new_parts)
     assert d.count("misses") == 1
-    assert outcome.explanation.reasons == ("own cache ends at token 0: diverged or never stored at token 0",)
+    first = "own cache ends at token 0: diverged or never stored at token 0"
+    assert outcome.explanation.reasons == (first, "no worker is known")
 
 
 def test_the_sessions_own_kv_wins_over_a_shorter_hit() -> None:
@@ -728,7 +731,54 @@ def test_remote_required_refuses_with_the_reason_and_leaves_the_session_alone() 
 def test_remote_required_without_a_fleet_says_so() -> None:
     outcome = desk(71, FULL, policy=PrefillPolicy.REMOTE_REQUIRED).machine.outcome
     assert isinstance(outcome, Unavailable)
-    assert "no worker or cache is known" in outcome.reason
+    assert outcome.reason.endswith("0 of 70 tokens: no worker is known; no cache is known")
+
+
+def test_what_is_too_large_to_import_is_blamed_on_the_limit_not_on_the_workers() -> None:
+    limits = PreparationSettings(max_import_bytes=100)
+    refused = desk(71, FULL, workers=["w"], settings=limits, policy=PrefillPolicy.REMOTE_REQUIRED)
+    assert refused.asks(SubmitJob) == []
+    assert isinstance(refused.machine.outcome, Unavailable)
+    assert refused.machine.outcome.reason.endswith(": only the first 32 tokens fit into the import limit")
+    computed = desk(71, FULL, settings=PreparationSettings(remote_minimum_tokens=8, max_import_bytes=100))
+    computed.run_engine()
+    assert not any("worker" in reason for reason in computed.ready().explanation.reasons)
+
+
+def test_without_a_worker_the_trouble_with_the_caches_is_still_the_cause() -> None:
+    d = desk(65, FULL, caches=["a"], policy=PrefillPolicy.REMOTE_REQUIRED)
+    d.feed(AskFailed(d.asks(Lookup)[0].ask, FailureCode.UNAVAILABLE, "gone"))
+    assert isinstance(d.machine.outcome, Unavailable)
+    assert d.machine.outcome.reason.endswith(": cache a lookup failed (unavailable); no worker is known")
+
+
+# --- the account -----------------------------------------------------------------------------------------------------
+
+
+def test_bytes_that_came_in_vain_are_told() -> None:
+    d = desk(65, STATEFUL, workers=["w"])
+    ask, _ = job_of(d)
+    lane = d.grant(ask.ask)
+    came = [ref for ref in lane.wanted if ref.kind is not PartKind.STATE][:2]
+    d.feed(PartsReceived(lane.lane, pick(65, came, STATEFUL)))
+    d.feed(AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 64), (SourceKind.WORKER, 64, 64)]
+    explanation = d.ready().explanation
+    assert sum(source.transfer_bytes for source in explanation.sources) == d.count("bytes_received") == 96
+    assert "96 bytes arrived from worker w and were not used" in explanation.reasons
+
+
+def test_a_block_is_named_after_the_node_that_sent_any_part_of_it() -> None:
+    only_full = [part for part in parts_of(33, 32, WINDOWED) if part.meta.kind is PartKind.FULL]
+    d = desk(33, WINDOWED, store=new_store(only_full), workers=["w"])
+    ask, _ = job_of(d)
+    lane = d.grant(ask.ask)
+    d.deliver(lane, pick(33, lane.wanted, WINDOWED))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.WORKER, 0, 32)]
+    assert sum(source.transfer_bytes for source in d.ready().explanation.sources) == d.count("bytes_received") > 0
+    assert not any("not used" in reason for reason in d.ready().explanation.reasons)
 
 
 def test_remote_required_ignores_costs_and_minimum() -> None:
@@ -785,6 +835,42 @@ def test_cancel_while_importing_waits_for_its_end_and_computes_nothing() -> None
     assert len(d.all(RunCommand)) == 1
 
 
+def behind_one_that_computes(policy: PrefillPolicy = PrefillPolicy.LOCAL_FALLBACK) -> tuple[Desk, Desk]:
+    """One computes here; another one had the same prompt's job done by a worker, which failed after a block."""
+    common: dict[str, Any] = {"store": new_store(), "flights": Flights(), "rates": slow_here()}
+    common["ids"] = IdAllocator(itertools.count(1).__next__)
+    first = desk(71, FULL, policy=PrefillPolicy.LOCAL_ONLY, **common)
+    second = desk(71, FULL, policy=policy, workers=["w"], **common)
+    assert (first.machine.phase, second.machine.phase) == (Phase.COMPUTE, Phase.OFFLOAD)
+    ask, _ = job_of(second)
+    lane = second.grant(ask.ask)
+    second.feed(PartsReceived(lane.lane, pick(71, lane.wanted[:1])))
+    second.feed(AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"))
+    return first, second
+
+
+@pytest.mark.parametrize("policy", [PrefillPolicy.LOCAL_FALLBACK, PrefillPolicy.REMOTE_REQUIRED])
+def test_what_no_worker_brought_is_not_computed_twice_at_the_same_time(policy: PrefillPolicy) -> None:
+    first, second = behind_one_that_computes(policy)
+    assert second.machine.phase is Phase.REJOIN
+    assert not any(isinstance(run.command, Prefill) for run in second.all(RunCommand))
+    first.run_engine()
+    assert second.machine.has_news
+    second.take(second.machine.look(second.now))
+    second.run_engine()
+    assert (second.ready().position, second.count("tokens_computed"), second.count("prefills_shared")) == (70, 0, 1)
+    assert "tokens 16 to 70 were prepared for another session at the same time" in second.ready().explanation.reasons
+
+
+def test_one_that_waited_after_all_goes_on_alone_when_the_other_is_cancelled() -> None:
+    first, second = behind_one_that_computes()
+    first.take(first.machine.cancel(first.now))
+    first.feed(CommandEnded(first.command().ticket, True, 0))
+    second.take(second.machine.look(second.now))
+    second.run_engine()
+    assert kinds(second.ready()) == [(SourceKind.WORKER, 0, 16), (SourceKind.COMPUTED, 16, 70)]
+
+
 def at_phase(phase: Phase) -> Desk:
     match phase:
         case Phase.FOLLOW:
@@ -795,6 +881,8 @@ def at_phase(phase: Phase) -> Desk:
             return desk(71, FULL, caches=["a"])
         case Phase.OFFLOAD:
             return desk(71, FULL, workers=["w"])
+        case Phase.REJOIN:
+            return behind_one_that_computes()[1]
         case Phase.IMPORT:
             return desk(71, FULL, store=new_store(parts_of(71, 48)))
         case Phase.COMPUTE:

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kakeya_zmq.backoff import PAUSE_FIRST_S, Trouble
 from kakeya_zmq.blocks import Part
-from kakeya_zmq.planner import rank_replicas
+from kakeya_zmq.planner import MeasuredRates, rank_replicas
 from kakeya_zmq.protocol.effects import (
+    NO_CONNECTION,
     AddCredit,
     Ask,
     AskFailed,
@@ -47,9 +49,9 @@ STORED = PublishResult(stored_parts=4, already_held_parts=0, refused_parts=0, re
 class Desk:
     def __init__(self, limits: PublishSettings | None = None) -> None:
         self.values: dict[str, object] = {}
-        self.machine = Publisher(
-            limits or PublishSettings(), IdAllocator(itertools.count(1).__next__), self.values.__setitem__
-        )
+        self.rates = MeasuredRates()
+        ids = IdAllocator(itertools.count(1).__next__)
+        self.machine = Publisher(limits or PublishSettings(), ids, self.values.__setitem__, self.rates)
         self.now = 5.0
         self.log: list[Effect] = []
 
@@ -68,6 +70,11 @@ class Desk:
 
     def count(self, name: str) -> int:
         return sum(effect.amount for effect in self.log if isinstance(effect, Count) and effect.name == name)
+
+    def store_all(self) -> None:
+        """Answer everything that is open, and what then begins."""
+        while opened := [reply for ask in self.asks() if self.machine.owns(reply := AskReplied(ask.ask, STORED))]:
+            self.feed(opened[0])
 
     def grant(self, ask: Ask, wanted: list[bool] | None = None) -> ConnectSender:
         assert isinstance(ask.body, PublishOffer)
@@ -203,11 +210,66 @@ def test_waiting_payloads_are_bounded_in_bytes() -> None:
 def test_a_long_run_is_cut_into_batches_of_parts_and_bytes() -> None:
     d = Desk(PublishSettings(in_flight_max=9, batch_parts_max=3))
     d.publish(parts_of(128))
+    d.store_all()
     assert [len(ask.body.parts) for ask in d.asks() if isinstance(ask.body, PublishOffer)] == [3, 3, 2]
     assert len({ask.node_id for ask in d.asks()}) == 1, "one run stays together"
     d = Desk(PublishSettings(in_flight_max=9, batch_bytes_max=100))
     d.publish(parts_of(80))
+    d.store_all()
     assert [len(ask.body.parts) for ask in d.asks() if isinstance(ask.body, PublishOffer)] == [2, 2, 1]
+
+
+def test_a_peer_that_hangs_delays_only_what_is_for_it() -> None:
+    d = Desk(PublishSettings(attempts_max=1))
+    hanging = best_for(0)
+    for seed in (seed for seed in range(30) if best_for(seed) == hanging):
+        d.publish(parts_of(64, seed))
+    d.grant(d.asks()[0])
+    others = [seed for seed in range(30) if best_for(seed) != hanging]
+    for seed in others:
+        d.publish(parts_of(64, seed))
+        d.feed(AskReplied(d.asks()[-1].ask, STORED))
+    assert [ask.node_id for ask in d.asks()] == [hanging, *(best_for(seed) for seed in others)]
+    assert d.count("publish_successes") == len(others)
+
+
+@pytest.mark.parametrize("way", ["no connection", "nothing taken"])
+def test_a_peer_whose_bulk_port_cannot_be_reached_is_passed_over(way: str) -> None:
+    d = Desk()
+    first, rest = best_for(0), tuple(peer for peer in PEERS if peer != best_for(0))
+    seeds = [seed for seed in range(1, 40) if best_for(seed) == first]
+    d.publish(parts_of(64))
+    d.publish(parts_of(64, seeds[0]))
+    lane = d.grant(d.asks()[0]).lane
+    if way == "no connection":
+        d.feed(LaneFinished(lane, False, NO_CONNECTION, 0))
+    else:
+        d.now += PublishSettings().stall_timeout_s
+        assert CloseLane(lane, False, "timed out: nothing was taken at its bulk port") in d.feed(Tick())
+    d.store_all()
+    d.publish(parts_of(64, seeds[1]))
+    d.store_all()
+    assert {ask.node_id for ask in d.asks()[1:]} <= set(rest)
+    assert d.count("publish_successes") == 3
+    d.now += PAUSE_FIRST_S
+    d.publish(parts_of(64, seeds[2]))
+    assert d.asks()[-1].node_id == first, "it is tried again"
+
+
+@pytest.mark.parametrize("proof", ["credit", "lane"])
+def test_a_peer_that_takes_bytes_is_in_reach(proof: str) -> None:
+    d = Desk(PublishSettings(attempts_max=1))
+    d.publish(parts_of(64), PEERS[:1])
+    lane = d.grant(d.asks()[0]).lane
+    d.rates.backoff.failed(PEERS[0], Trouble.BULK_PORT, "a fetch", d.now)
+    if proof == "credit":
+        d.feed(AskProgressed(d.asks()[0].ask, Credit(credit_bytes=7)))
+    else:
+        d.feed(LaneFinished(lane, True, "", 96))
+    d.now += PublishSettings().stall_timeout_s
+    d.feed(Tick())
+    assert d.values["last_publish_error"] == "publish to a timed out"
+    assert not d.rates.backoff.left_alone(PEERS[0], d.now, Trouble.BULK_PORT)
 
 
 def test_replication_goes_to_different_peers_and_zero_switches_it_off() -> None:

@@ -20,6 +20,7 @@ from kakeya_zmq.protocol.session import (
     Leave,
     LocalNode,
     Measured,
+    NameTaken,
     PeerDown,
     PeerUp,
     Progressed,
@@ -29,6 +30,7 @@ from kakeya_zmq.protocol.session import (
     RequestEnded,
     RequestOpened,
     RequestUpdated,
+    RouteGone,
     RouterFrames,
     RouteTransmit,
     SendFailure,
@@ -47,6 +49,7 @@ from kakeya_zmq.protocol.session import (
     Tick,
     Transmit,
 )
+from kakeya_zmq.protocol.session_server import OLDER_SESSION_IDLE_S
 from kakeya_zmq.protocol.session_values import REQUESTS_WAITING_MAX
 from wire import limits
 from wire.errors import FailureCode, LocalProtocolError
@@ -257,7 +260,10 @@ class TestHandshake:
             client=make_client(5, node=LocalNode(name, NodeIdentity(b"x" * 32), (), 4, "")), server=pair.server, route=b"r2"
         )
         impostor.at_client(SocketOpened())
-        assert impostor.told_server == [Refused("the node says hello with another identity key than before")]
+        assert impostor.told_server == [
+            Refused("the node says hello with another identity key than before"),
+            NameTaken(name),
+        ]
         assert pair.server.peers[0].node_id == "client"
 
     def test_replayed_hello_takes_nothing_over(self, pair: Pair) -> None:
@@ -564,6 +570,54 @@ class TestLiveness:
             (session_id, request_id)
         ]
         assert pair.server.peers == ()
+
+    def test_a_session_whose_connection_is_gone_ends_after_the_frames_at_hand(self, pair: Pair) -> None:
+        pair.ask(timeout_s=100.0)
+        pair.cut = True
+        pair.now += 1.0
+        pair.at_client(StartRequest(pair.client.next_request_id(), GetStatus(), 50.0))
+        assert pair.at_server(RouteGone(b"another")) == []
+        assert pair.at_server(RouteGone(pair.route)) == []
+        assert pair.server.deadline() == pair.now
+        assert not of(Refused, pair.at_server(RouterFrames(pair.route, pair.to_server[-1])))
+        ended = pair.at_server(Tick())
+        assert [each.reason for each in of(PeerDown, ended)] == ["its connection is gone"]
+        assert len(of(RequestEnded, ended)) == 2
+        assert pair.server.peers == ()
+        assert pair.at_server(RouteGone(pair.route)) == []
+
+    def test_the_session_that_a_node_has_left_for_another_ends_soon(self, pair: Pair) -> None:
+        pair.ask(timeout_s=100.0)
+        pair.cut = True
+        pair.wait(1.0)
+        again = Pair(client=make_client(4), server=pair.server, route=b"r2", now=pair.now).up()
+        again.wait(OLDER_SESSION_IDLE_S - 0.1)
+        assert not of(PeerDown, again.told_server)
+        again.wait(0.2)
+        assert [each.reason for each in of(PeerDown, again.told_server)] == ["the node goes on with a newer one"]
+        assert [each.session_id for each in of(RequestEnded, again.told_server)] == [
+            of(RequestOpened, pair.told_server)[0].peer.session_id
+        ]
+        again.wait(30.0)
+        assert [peer.session_id for peer in pair.server.peers] == [again.session_id]
+
+    def test_a_node_may_use_several_sessions_also_one_that_only_listens(self, pair: Pair) -> None:
+        request_id = pair.ask(timeout_s=100.0)
+        others = [Pair(client=make_client(seed), server=pair.server, route=b"r%d" % seed) for seed in (4, 5)]
+        for tenth in range(300):
+            pair.now = 100.0 + 0.1 * tenth
+            pair.at_server(
+                SendProgress(pair.session_id, request_id, JobProgress(tokens_done=1, tokens_total=9, tokens_reused=0))
+            )
+            for index, other in enumerate(others):
+                other.now = pair.now
+                if tenth == 5 + 30 * index:
+                    other.up()
+                other.at_client(Tick())
+            pair.at_client(Tick())
+            pair.at_server(Tick())
+        assert len(pair.server.peers) == 3
+        assert not of(PeerDown, pair.told_server)
 
     def test_frames_at_hand_keep_a_stalled_servers_session(self, pair: Pair) -> None:
         pair.cut = True

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.effects import (
     Ask,
+    AskFailed,
     AskProgressed,
     CancelAsk,
     CloseLane,
     PartsReceived,
     Tick,
 )
-from kakeya_zmq.protocol.prepare import PreparationSettings
+from kakeya_zmq.protocol.flights import Flights
+from kakeya_zmq.protocol.prepare import IdAllocator, Phase, PreparationSettings, Unavailable
 from tests.unit.preparation_kit import FULL, WINDOWED, all_parts, new_store, tokens_of
 from tests.unit.test_prompt_preparation import Desk, desk, fetch_of, found, job_of, kinds, parts_of, pick
+from wire.errors import FailureCode
 from wire.messages import (
     Decision,
     Fetch,
@@ -25,6 +30,7 @@ from wire.messages import (
     PrefillPolicy,
     SourceKind,
     SubmitJob,
+    Tail,
 )
 
 
@@ -167,6 +173,52 @@ def test_under_remote_required_a_slow_worker_is_left_for_another_one_only() -> N
     assert d.machine.outcome is None
 
 
+def test_a_worker_left_as_slow_is_asked_again_when_the_one_it_was_left_for_fails() -> None:
+    d = desk(65, FULL, workers=["v", "w"], rates=here(1e6), policy=PrefillPolicy.REMOTE_REQUIRED)
+    advance(d, 3.0)
+    second = d.asks(SubmitJob)[-1]
+    assert second.node_id == "w"
+    d.feed(AskFailed(second.ask, FailureCode.UNAVAILABLE, "gone"))
+    again = d.asks(SubmitJob)[-1]
+    assert [ask.node_id for ask in d.asks(SubmitJob)] == ["v", "w", "v"]
+    d.feed(AskFailed(again.ask, FailureCode.UNAVAILABLE, "gone"))
+    assert len(d.asks(SubmitJob)) == 3, "once more, not for ever"
+    assert isinstance(d.machine.outcome, Unavailable)
+    assert d.machine.outcome.reason.endswith("worker v job failed (unavailable)")
+
+
+def test_a_worker_that_failed_is_not_asked_again() -> None:
+    d = desk(65, FULL, workers=["v", "w"], rates=here(1e6), policy=PrefillPolicy.REMOTE_REQUIRED)
+    for ask in (d.asks(SubmitJob)[0], None):
+        d.feed(AskFailed((ask or d.asks(SubmitJob)[-1]).ask, FailureCode.UNAVAILABLE, "gone"))
+    assert [ask.node_id for ask in d.asks(SubmitJob)] == ["v", "w"]
+    assert isinstance(d.machine.outcome, Unavailable)
+
+
+# --- sharing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_waits_for_another_that_asks_caches_although_a_worker_is_quicker_than_this_machine() -> None:
+    store, flights, rates = new_store(), Flights(), here(5.0)
+    ids = IdAllocator(itertools.count(1).__next__)
+    desks = [
+        desk(193, FULL, store=store, flights=flights, rates=rates, ids=ids, caches=["a"], workers=["w"]) for _ in range(3)
+    ]
+    leader, *others = desks
+    assert leader.machine.phase is Phase.GATHER
+    assert [d.machine.phase for d in others] == [Phase.FOLLOW, Phase.FOLLOW]
+    leader.feed(found(leader.asks(Lookup)[0], ()))
+    ask, _ = job_of(leader)
+    lane = leader.grant(ask.ask)
+    leader.deliver(lane, pick(193, lane.wanted))
+    leader.run_engine()
+    for d in others:
+        d.take(d.machine.look(d.now))
+        d.run_engine()
+        assert kinds(d.ready()) == [(SourceKind.HOT, 0, 192)]
+    assert sum(d.count("remote_jobs") for d in desks) == 1
+
+
 # --- lookups ---------------------------------------------------------------------------------------------------------
 
 
@@ -250,11 +302,27 @@ def test_a_prompt_that_only_goes_on_has_not_diverged() -> None:
     assert fresh.ready().explanation.diverged_at is None
 
 
-def test_a_lookup_tells_of_divergence_too() -> None:
+def test_what_a_peer_holds_behind_the_prompts_blocks_is_not_called_divergence() -> None:
     d = desk(65, FULL, caches=["a"], rates=here(1e5))
     d.feed(found(d.asks(Lookup)[0], parts_of(65, 48)))
     d.run_engine()
+    assert d.ready().explanation.diverged_at is None
+    assert "nothing cached is known beyond token 48" in d.ready().explanation.reasons
+
+
+def test_a_lookup_tells_of_divergence_too() -> None:
+    d = desk(65, FULL, caches=["a"], rates=here(1e5))
+    other = Tail(parent_hash=parts_of(65, 48)[-1].meta.block_hash, block_hash=b"x" * 32, token_count=7, kinds=1)
+    d.feed(found(d.asks(Lookup)[0], parts_of(65, 48), (other,)))
+    d.run_engine()
     assert d.ready().explanation.diverged_at == 48
+
+
+def test_the_plain_beginning_of_a_cached_prompt_has_not_diverged() -> None:
+    d = desk(72, FULL, store=new_store(parts_of(200, 192)))
+    d.run_engine()
+    assert d.ready().explanation.diverged_at is None
+    assert "nothing cached is known beyond token 64" in d.ready().explanation.reasons
 
 
 # --- the import grid -------------------------------------------------------------------------------------------------
