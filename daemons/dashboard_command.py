@@ -28,6 +28,7 @@ from dashboard.benchmark_store import BenchmarkStore
 from dashboard.database import Database
 from dashboard.discovery import local_buses
 from dashboard.feed import BusFeed
+from dashboard.hosts import host_rule
 from dashboard.hub import LiveFleet
 from dashboard.pairing import make_claim
 from dashboard.server import WebServer, is_loopback
@@ -55,10 +56,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DashboardOptions:
-    """``bus``: buses to listen to, besides those of this machine's nodes. Paths empty: under the home."""
+    """``bus``: buses to listen to, besides those of this machine's nodes. Paths empty: under the home.
+
+    ``allowed_hosts``: names it answers to, besides its own.
+    """
 
     bind: Address
     bus: tuple[Address, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     telemetry_key_file: str = ""
     api_key_file: str = ""
     state_file: str = ""
@@ -131,6 +136,7 @@ class Dashboard:
         # A file that is named may be another fleet's: it is read and never written.
         key = TelemetryKey.load(_path(named, home)) if named else load_telemetry_key(home / TELEMETRY_KEY_FILE, psk_file)
         self.api_key = load_api_key(_path(options.api_key_file, home / API_KEY_FILE))
+        hosts = host_rule(options.bind.host, options.allowed_hosts)
         with contextlib.ExitStack() as undo:
             database = Database(_path(options.state_file, home / "dashboard" / "network.sqlite3"))
             undo.callback(database.close)
@@ -146,7 +152,7 @@ class Dashboard:
                 api_key=self.api_key,
                 feed_figures=feed.figures,
             )
-            self.server = WebServer(create_app(services), options.bind)
+            self.server = WebServer(create_app(services, hosts), options.bind)
             undo.callback(self.server.close)
             undo.callback(self.fleet.close)
             feed.start()
@@ -215,6 +221,7 @@ def check_dashboard(options: DashboardOptions, home: Path) -> None:
 
     Raises:
         SecretFileError: a key is missing or cannot be used.
+        ConfigError: an allowed host is no name.
     """
     psk_file = _path(options.fleet_psk_file, home / "fleet.psk")
     if psk_file.exists() and not options.telemetry_key_file:
@@ -222,6 +229,7 @@ def check_dashboard(options: DashboardOptions, home: Path) -> None:
     else:
         TelemetryKey.load(_path(options.telemetry_key_file, home / TELEMETRY_KEY_FILE))
     load_api_key(_path(options.api_key_file, home / API_KEY_FILE))
+    host_rule(options.bind.host, options.allowed_hosts)
 
 
 def _tell(dashboard: Dashboard, options: DashboardOptions) -> None:
@@ -251,10 +259,12 @@ def options_from(parsed: Any) -> DashboardOptions:
     Raises:
         ConfigError: an address cannot be parsed.
     """
-    bus = parsed.bus or [text for text in os.environ.get("KAKEYA_DASHBOARD_BUS", "").split(",") if text.strip()]
+    bus = parsed.bus or _listed("KAKEYA_DASHBOARD_BUS")
+    hosts = parsed.allow_host or _listed("KAKEYA_DASHBOARD_ALLOW_HOST")
     return DashboardOptions(
         bind=parse_address(parsed.bind or os.environ.get("KAKEYA_DASHBOARD_BIND", "") or "127.0.0.1:8090"),
         bus=tuple(parse_address(text) for text in bus),
+        allowed_hosts=tuple(name.strip() for name in hosts),
         telemetry_key_file=parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", ""),
         api_key_file=parsed.api_key_file or os.environ.get("KAKEYA_NETWORK_API_KEY_FILE", ""),
         state_file=parsed.state or os.environ.get("KAKEYA_DASHBOARD_STATE", ""),
@@ -262,6 +272,10 @@ def options_from(parsed: Any) -> DashboardOptions:
         ready_file=parsed.ready_file,
         log_level=parsed.log_level,
     )
+
+
+def _listed(variable: str) -> list[str]:
+    return [text for text in os.environ.get(variable, "").split(",") if text.strip()]
 
 
 # --- pairing -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,8 @@ def add_dashboard_commands(add: Callable[[str, str, str], argparse.ArgumentParse
         "  openssl rand -hex 24 > ~/.kakeya/network_api_key && chmod 600 ~/.kakeya/network_api_key    opens writes\n",
     )
     dashboard.add_argument("--bind", default="", metavar="HOST:PORT", help="where to serve (default: 127.0.0.1:8090)")
+    host_help = "a further name or address it is reached by, for example through a proxy; repeatable"
+    dashboard.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=host_help)
     bus_help = "bus of a node of the fleet; repeatable (default: those of the nodes on this machine); one leads to all"
     dashboard.add_argument("--bus", action="append", default=[], metavar="HOST:PORT", help=bus_help)
     key_help = "the telemetry-read key, mode 0600 (default: ~/.kakeya/telemetry.key, made from fleet.psk where that is)"

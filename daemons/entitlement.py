@@ -121,8 +121,13 @@ class Entitlement:
         if seen == self._roster_seen:
             return
         self._roster_seen = seen
+        if seen is None:
+            # It may be on its way to being replaced: that must not open the fleet.
+            self.error = "the roster file is gone; the roster before stays in force until a restart"
+            _log.error("%s", self.error)
+            return
         try:
-            roster = Roster.load(self._roster_file) if seen is not None else None
+            roster = Roster.load(self._roster_file)
         except ConfigError as error:
             # The one before goes on: a slip of the pen must neither open nor close the fleet.
             self.error = str(error)
@@ -130,9 +135,7 @@ class Entitlement:
             return
         self.error = ""
         self._use(roster)
-        self._audit.write("key", "the roster was read again" if roster is not None else "the roster was taken away")
-        if roster is None:
-            return
+        self._audit.write("key", "the roster was read again")
         for node_id, key in self._identities.nodes().items():
             listed = roster.nodes.get(node_id)
             if listed is None or listed.public_key != key:

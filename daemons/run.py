@@ -13,9 +13,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Protocol
 
+from daemons.bus_note import BusNote
 from daemons.log_files import CHECK_SECONDS, LogRotation, set_up_logging
 from daemons.port_owner import with_owner
-from kakeya_zmq.config import Settings
+from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.io.memory import tune_heap
 from kakeya_zmq.io.reactor import Reactor, describe_exception
 from wire.errors import ConfigError, PortInUseError
@@ -117,6 +118,7 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
     reactor = Reactor()
     failure: list[BaseException] = []
     reasons: list[str] = []
+    note = BusNote(kakeya_home(), settings.node_id, settings.bus_bind)
 
     def stop(reason: str) -> None:
         reasons.append(reason)
@@ -126,6 +128,7 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         described = {"pid": os.getpid(), "role": settings.role, "node_id": settings.node_id, **facts}
         if settings.ready_file:
             write_ready_file(settings.ready_file, described)
+        note.write(facts)
         _log.info("%s %s serves on %s", settings.role, settings.node_id, facts.get("address"))
 
     def fail(error: BaseException) -> None:
@@ -142,6 +145,7 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
     except PortInUseError as error:
         raise with_owner(error) from None
     finally:
+        note.remove()
         if daemon is not None:
             daemon.end(reasons[0] if reasons else "stopping")
         reactor.close(5.0)

@@ -512,7 +512,11 @@ class UnheardNode(_Part, frozen=True, kw_only=True):
 
 
 class Bus(_Part, frozen=True, kw_only=True):
-    """How well this process hears the fleet. ``unheard``: nodes that others know and that are not heard here."""
+    """How well this process hears the fleet.
+
+    ``unheard``: nodes that others know and that are not heard here. ``handshakes_rejected``: buses that refused the
+    telemetry key, or that are none of the fleet.
+    """
 
     state: Literal["waiting", "live", "silent"]
     last_message_age_s: float | None
@@ -520,4 +524,5 @@ class Bus(_Part, frozen=True, kw_only=True):
     missed: int
     dropped: int
     malformed: int
+    handshakes_rejected: int
     unheard: list[UnheardNode]

@@ -11,6 +11,7 @@ from flask import Flask, Response, request
 
 from dashboard import api_types as api
 from dashboard import openapi, routes_activity, routes_benchmarks, routes_network
+from dashboard.hosts import HostRule
 from dashboard.http import Attempts, Call, Route, add_route, install_frame
 from dashboard.live_events import TOPICS, LiveEvents
 from dashboard.metrics import MEDIA_TYPE, Exposition
@@ -45,7 +46,7 @@ class Site:
                 f"Server-sent events; topics: {', '.join(TOPICS)}",
                 EVENT_STREAM,
                 query=api.EventsQuery,
-                errors=(400, 503),
+                errors=(400,),
             ),
         )
 
@@ -85,11 +86,11 @@ class Site:
         return response.make_conditional(request)  # type: ignore[return-value]
 
 
-def create_app(services: Services) -> Flask:
-    """The application of the dashboard."""
+def create_app(services: Services, hosts: HostRule) -> Flask:
+    """The application of the dashboard; it answers to the names of ``hosts`` only."""
     app = Flask("dashboard", static_folder=None)
     app.url_map.merge_slashes = False
-    install_frame(app)
+    install_frame(app, hosts)
     site = Site(services)
     routes = (
         *site.routes(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -51,7 +52,8 @@ class Database:
         path: the file; it and missing folders are made, for their owner only.
 
     Raises:
-        ConfigError: the file cannot be made or opened, is no database, or was written by a newer version.
+        ConfigError: the file cannot be made or opened, is no regular file, is no database or a damaged one, or was written
+            by a newer version.
     """
 
     def __init__(self, path: Path, *, migrations: Sequence[str] = MIGRATIONS) -> None:
@@ -73,6 +75,9 @@ class Database:
             self._connection.row_factory = sqlite3.Row
             for statement in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON"):
                 self._connection.execute(f"PRAGMA {statement}")
+            (found,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
+            if found != "ok":
+                raise sqlite3.DatabaseError("its pages do not fit together")
             self._migrate(migrations)
         except sqlite3.DatabaseError as error:
             self._connection.close()
@@ -95,10 +100,12 @@ class Database:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                # SQLite has taken back by itself what a full disk interrupted.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
             self.changes += self._connection.total_changes != before
 
     @contextlib.contextmanager
@@ -109,7 +116,8 @@ class Database:
             try:
                 yield self._connection
             finally:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
 
     def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
         """All rows of a query."""
@@ -137,9 +145,19 @@ class Database:
 
 def _make_private(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Looked at before it is opened: opening a device can have effects, and its mode is not ours to change.
+    with contextlib.suppress(FileNotFoundError):
+        _require_regular(path, path.lstat().st_mode)
     # Before SQLite makes it by the umask; its companions (-wal, -shm) take over the mode of the file.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
+    descriptor = os.open(path, flags, 0o600)
     try:
+        _require_regular(path, os.fstat(descriptor).st_mode)
         os.fchmod(descriptor, 0o600)
     finally:
         os.close(descriptor)
+
+
+def _require_regular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"the state file {path} is not a regular file", remedy="choose another with --state")

@@ -61,6 +61,7 @@ class BusFeed:
         self._fleet = fleet
         self._fixed = frozenset(addresses)
         self._discover = discover
+        self._refusal_told = False
         self._waiting: deque[tuple[BusMessage, float]] = deque(maxlen=WAITING_MAX)
         self._wanted_at: dict[Address, float] = {}
         self._dialled_at: dict[Address, float] = {}
@@ -107,6 +108,7 @@ class BusFeed:
             self._fleet.apply(batch)
 
     def _connect(self) -> None:
+        self._tell_refusal()
         now = self._reactor.clock()
         told, unheard, silent = self._fleet.read(_what_is_told)
         learnt = {address for address in map(self._parsed, told) if address is not None}
@@ -122,6 +124,12 @@ class BusFeed:
                 del self._dialled_at[address]
             if address not in self._dialled_at:
                 self._dial(address, now)
+
+    def _tell_refusal(self) -> None:
+        """One line for all of them: libzmq tries again and again."""
+        if not self._refusal_told and self._subscriber.counters["handshakes_rejected"]:
+            self._refusal_told = True
+            _log.warning("a bus refused this dashboard, or is none of the fleet: check the telemetry key (kakeya key telemetry)")
 
     def _dial(self, address: Address, now: float) -> None:
         if len(self._dialled_at) >= ADDRESSES_MAX:

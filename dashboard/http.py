@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import math
+import sqlite3
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from flask import Flask, Response, request
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from dashboard.api_types import Problem
+from dashboard.hosts import HostRule
 from dashboard.services import Services
 from dashboard.state import Conflict, NotThere
 from kakeya_zmq.protocol.limits import KeyedBuckets
@@ -72,6 +74,10 @@ class Unauthorised(KakeyaError):
     """The API key is missing or wrong."""
 
 
+class NotJson(KakeyaError):
+    """The body is not declared as JSON, so a browser would send it for any other page without asking."""
+
+
 class TooMany(KakeyaError):
     """Too many attempts in a short time."""
 
@@ -81,21 +87,24 @@ class TooMany(KakeyaError):
 
 
 class Attempts:
-    """How often one address may try what could be guessed or flooded: wrong keys, registrations, redemptions."""
+    """How often one address may try what could be guessed or flooded: wrong keys, registrations, redemptions.
+
+    Each kind has a bucket of its own, so that what strangers on the same address do takes nothing from who has the key.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._buckets = KeyedBuckets(ATTEMPTS_PER_S, ATTEMPTS_BURST)
 
-    def take(self, address: str) -> None:
+    def take(self, kind: str, address: str) -> None:
         """Count one.
 
         Raises:
             TooMany: the address has to wait.
         """
         with self._lock:
-            wait_s = self._buckets.take(address, self._clock())
+            wait_s = self._buckets.take(f"{kind} {address}", self._clock())
         if wait_s > 0:
             raise TooMany(wait_s)
 
@@ -133,13 +142,15 @@ class Route:
     @property
     def problems(self) -> tuple[int, ...]:
         """Every error code it can answer with."""
-        codes = set(self.errors)
+        codes = {*self.errors, 421, 503}
         if self.access in (Access.WRITE, Access.ADMIN):
             codes |= {401, 403, 429}
         if self.counted:
             codes |= {429}
         if self.body is not None:
             codes |= {413, 422}
+        if self.access is Access.PROOF:
+            codes |= {415}
         if self.query is not None:
             codes |= {422}
         return tuple(sorted(codes))
@@ -162,8 +173,12 @@ def add_route(app: Flask, services: Services, attempts: Attempts, route: Route) 
 
 def _answer(route: Route, services: Services, attempts: Attempts, path: Mapping[str, str]) -> Response:
     admin = _has_key(services.api_key)
-    if route.counted or (not admin and request.headers.get(KEY_HEADER)):
-        attempts.take(request.remote_addr or "")
+    if route.access is Access.PROOF and request.mimetype != JSON:
+        raise NotJson("the body is not declared as JSON", remedy=f"send Content-Type: {JSON}")
+    wrong_key = not admin and bool(request.headers.get(KEY_HEADER))
+    if route.counted or wrong_key:
+        kind = "wrong key" if wrong_key else "right key" if admin else route.access.value
+        attempts.take(kind, request.remote_addr or "")
     if route.access in (Access.WRITE, Access.ADMIN):
         _require_key(services.api_key, admin)
     query = None
@@ -172,11 +187,20 @@ def _answer(route: Route, services: Services, attempts: Attempts, path: Mapping[
     body = None
     if route.body is not None:
         request.max_content_length = route.body_bytes_max
-        body = msgspec.json.decode(request.get_data(cache=False) or b"{}", type=route.body)
+        body = _decoded(request.get_data(cache=False) or b"{}", route.body)
     found = route.handler(Call(services, admin, body, query, path))
     if isinstance(found, Response):
         return found
     return json_response(found)
+
+
+def _decoded(data: bytes, kind: type[msgspec.Struct]) -> msgspec.Struct:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except RecursionError:
+        raise msgspec.ValidationError("the body is nested too deeply") from None
+    except OverflowError:
+        raise msgspec.ValidationError("a number is out of range") from None
 
 
 def _has_key(api_key: bytes) -> bool:
@@ -204,9 +228,16 @@ def problem(status: int, detail: str) -> Response:
     return json_response(Problem(detail=detail), status)
 
 
-def install_frame(app: Flask) -> None:
-    """Headers of all answers, and errors as JSON."""
+def install_frame(app: Flask, hosts: HostRule) -> None:
+    """Which hosts are answered to, headers of all answers, and errors as JSON."""
     app.config["MAX_CONTENT_LENGTH"] = LARGE_BODY_BYTES_MAX
+
+    @app.before_request
+    def check_host() -> Response | None:
+        # As it was sent: the frameworks put a name of their own where none is.
+        if hosts.allows(request.environ.get("HTTP_HOST", "")):
+            return None
+        return problem(421, "this is not the host that was asked for; see --allow-host of kakeya dashboard")
 
     @app.after_request
     def add_headers(response: Response) -> Response:
@@ -248,8 +279,14 @@ def error_response(error: Exception) -> Response:
             return problem(409, str(error))
         case CapacityError():
             return problem(503, str(error))
+        case NotJson():
+            return problem(415, str(error))
         case InvalidInput():
             return problem(400, str(error))
+        case sqlite3.Error():
+            _log.error("the database failed: %s", type(error).__name__)
+            why = str(error) if isinstance(error, sqlite3.OperationalError) else "the state file is damaged"
+            return problem(503, f"the state cannot be {'read' if request.method == 'GET' else 'written'}: {why}")
         case _:
             _log.error("a request failed: %s", type(error).__name__, exc_info=_log.isEnabledFor(logging.DEBUG))
             return problem(500, "internal error")

@@ -6,6 +6,7 @@ reader is used for all, so a hundred open pages cost little more than one.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ LIST_ITEMS: Final = 50
 SERIES_POINTS: Final = 3
 """The newest buckets, which may still change; the others come from the route."""
 _ENCODER: Final = msgspec.json.Encoder()
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class LiveEvents:
 
 
 class _Stream(Iterator[bytes]):
-    """An iterator that gives its place back when it is closed, also when it was never begun."""
+    """An iterator that gives its place back when it is closed, also when it was never begun; an error just ends it."""
 
     def __init__(self, events: Iterator[bytes], release: Callable[[], None]) -> None:
         self._events = events
@@ -147,6 +150,13 @@ class _Stream(Iterator[bytes]):
     def __next__(self) -> bytes:
         try:
             return next(self._events)
+        except StopIteration:
+            self.close()
+            raise
+        except Exception as error:  # the status is sent already; the reader connects again and is told then
+            self.close()
+            _log.error("live events ended: %s", type(error).__name__)
+            raise StopIteration from None
         except BaseException:
             self.close()
             raise

@@ -22,9 +22,11 @@ _PROBLEMS: Final = {
     404: "What the request names does not exist",
     409: "The request contradicts what is bound already",
     413: "The body is too large",
+    415: "The body is not declared as JSON",
+    421: "The host that was asked for is not this one",
     422: "A field is missing or malformed",
     429: "Too many attempts in a short time",
-    503: "Too many readers at once",
+    503: "Too many readers at once, or the state cannot be read or written",
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from dashboard import api_types as api
 from dashboard.benchmark_store import SCHEMA_VERSION, Run
-from dashboard.benchmarks import public_part
+from dashboard.benchmarks import public_label, public_part
 from dashboard.http import LARGE_BODY_BYTES_MAX, Access, Call, Route
 from dashboard.state import StateError
 
@@ -64,7 +64,7 @@ def _fields(run: Run, admin: bool) -> dict[str, Any]:
     return {
         "id": run.id,
         "schema_version": SCHEMA_VERSION,
-        "kind": run.kind if admin else (public_part(run.kind) or "other"),
+        "kind": run.kind if admin else (public_label(run.kind) or "other"),
         "status": run.status,
         "started_at": run.started_at,
         "finished_at": run.finished_at,

@@ -117,6 +117,9 @@ class Roster:
         """
         _only(document, {"clients", "nodes", "tenants"}, "the roster")
         nodes = {name: _node(name, row) for name, row in _table(document, "nodes").items()}
+        if not nodes:
+            # Copying a file empties it first: that must not shut everybody out.
+            raise ConfigError("the roster lists no node", remedy="list the nodes, or remove the file and restart")
         keys = [node.public_key for node in nodes.values()]
         if len(set(keys)) < len(keys):
             raise ConfigError("two nodes of the roster have the same key", remedy="every node has a key of its own")

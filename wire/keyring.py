@@ -5,6 +5,7 @@ The file ``fleet.psk`` holds one key, as text, or a *ring*: the header line and 
     # kakeya fleet keys, newest first
     6f2c…
     91ab…
+    # end of 2 keys
 
 Servers admit every key of the ring, each at an endpoint of its own; the oldest has the configured address, where everybody
 looks first. Clients use the newest key that a node offers. A key is retired by taking it out of the file.
@@ -21,6 +22,7 @@ from wire.keys import (
     KEY_RING_HEADER,
     PSK_BYTES_MIN,
     FleetKey,
+    key_ring_end,
     read_secret_file,
     split_keys,
     write_secret_file,
@@ -64,7 +66,7 @@ class KeyRing:
             ConfigError: it cannot be written.
         """
         lines = [key.psk for key in self.keys]
-        text = b"\n".join([KEY_RING_HEADER, *lines] if len(lines) > 1 else lines)
+        text = b"\n".join([KEY_RING_HEADER, *lines, key_ring_end(len(lines))] if len(lines) > 1 else lines)
         write_secret_file(path, text + b"\n", replace=True)
 
     @property

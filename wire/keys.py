@@ -34,6 +34,7 @@ from wire.errors import AuthenticationError, ConfigError, LocalProtocolError, Se
 KEY_BYTES: Final = 32
 KEY_ID_BYTES: Final = 8
 PSK_BYTES_MIN: Final = 16
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 KEY_RING_HEADER: Final = b"# kakeya fleet keys, newest first"
 """First line of a file that holds several PSKs, one a line (wire.keyring)."""
 SIGNATURE_BYTES: Final = 64
@@ -298,7 +299,11 @@ class FleetKey:
         Raises:
             SecretFileError: see :func:`read_secret_file`.
         """
-        return cls(split_keys(read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key"))[-1])
+        data = read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key")
+        try:
+            return cls(split_keys(data)[-1])
+        except ConfigError as error:
+            raise SecretFileError(f"the fleet key file {path} is not usable: {error.message}", remedy=error.remedy) from None
 
     @staticmethod
     def generate() -> bytes:
@@ -341,11 +346,24 @@ class FleetKey:
 
 
 def split_keys(data: bytes) -> list[bytes]:
-    """The PSKs in the text of a key file, newest first: the text itself, or the lines after KEY_RING_HEADER."""
-    header, *lines = data.splitlines() or [b""]
-    if header.strip() != KEY_RING_HEADER:
+    """The PSKs in the text of a key file, newest first: the text itself, or the lines of a ring between header and end.
+
+    A ring that lost its end (half copied, a full disk) must not be taken for a key: its beginning is known to everybody.
+
+    Raises:
+        ConfigError: it begins like a ring, or with a byte order mark, and is no whole ring.
+    """
+    if not data.startswith((b"#", _BYTE_ORDER_MARK)):
         return [data]
-    return [line.strip() for line in lines if line.strip()] or [b""]
+    header, *keys = [line.strip() for line in data.splitlines() if line.strip()] or [b""]
+    if header != KEY_RING_HEADER or not keys or keys[-1] != key_ring_end(len(keys) - 1):
+        raise ConfigError("it is damaged or not copied to its end", remedy="copy the whole file again")
+    return keys[:-1]
+
+
+def key_ring_end(count: int) -> bytes:
+    """The last line of a ring of ``count`` keys."""
+    return b"# end of %d keys" % count
 
 
 def _blake2b(key: bytes, person: bytes, *, salt: bytes = b"", data: bytes = b"") -> bytes:

@@ -36,6 +36,7 @@ const STATES = {
   live: "Live",
   waiting: "Waiting for nodes",
   silent: "Bus silent",
+  polling: "Reading now and then",
   lost: "Dashboard away",
 };
 
@@ -193,7 +194,8 @@ function setText(id, text) {
 
 function stateOf(store) {
   if (store.connection === "connecting" || store.connection === "lost") return store.connection;
-  return store.data.bus?.state ?? store.data.summary?.bus ?? "connecting";
+  const bus = store.data.bus?.state ?? store.data.summary?.bus ?? "connecting";
+  return bus === "live" && store.connection === "polling" ? "polling" : bus;
 }
 
 /** What is wrong, in a sentence; nothing when all is well. Kept free of running seconds: screen readers read it aloud. */
@@ -206,11 +208,18 @@ function bannerFor(state, store) {
     case "silent":
       return banner("warning", `The bus is silent: nothing was heard of any node for ${roughly(bus?.last_message_age_s ?? 0)}. What is shown is the last that was known.`);
     case "waiting":
-      return banner("calm", "No node has been heard yet. Start a fleet with ", h("code", null, "kakeya up"), ", or tell the dashboard where one is: ", h("code", null, "kakeya dashboard --bus HOST:PORT"), ".");
+      return banner("calm", refusedBuses(bus), "No node has been heard yet. Start a fleet with ", h("code", null, "kakeya up"), ", or tell the dashboard where one is: ", h("code", null, "kakeya dashboard --bus HOST:PORT"), ".");
+    case "polling":
+      return banner("calm", "Too many live readers: the figures are read every few seconds until there is a place for this page.");
     default:
       if (!stale.length) return null;
       return banner("warning", stale.length === 1 ? "Stale: " : `${stale.length} nodes are stale: `, stale.slice(0, 3).map((node, index) => [index > 0 && ", ", name(node.alias)]), stale.length > 3 && " and more", ". Nothing was heard for three intervals; figures of stale nodes are old.");
   }
+}
+
+/** Hint at another fleet's key: then no bus lets this dashboard in. */
+function refusedBuses(bus) {
+  return bus?.handshakes_rejected ? "A bus was found and refused this dashboard: is its telemetry key the fleet's? " : "";
 }
 
 /** In steps, so that the text changes rarely. */

@@ -1,17 +1,20 @@
 /**
  * Live events. Read with fetch, because an EventSource cannot send the API key. Connects again by itself, first at once and
- * then ever more slowly.
+ * then ever more slowly. While the dashboard has no place for another reader, the routes of the topics are read instead.
  */
 
-import { Refused, keyHeaders } from "./api.js";
+import { Refused, get, keyHeaders, reasonOf } from "./api.js";
 
 const WAIT_FIRST_MS = 500;
 const WAIT_MAX_MS = 8000;
 /** The dashboard sends a summary every 5 s: after three missed ones the connection is taken for dead. */
 const SILENCE_MS = 16_000;
+/** Between two reads of the routes; before each, a place is asked for again. */
+const POLL_MS = 5000;
+const NO_PLACE = 503;
 
 export class Live {
-  /** `onEvent(topic, data)`; `onState("live" | "lost", detail)`. */
+  /** `onEvent(topic, data)`; `onState("live" | "polling" | "lost", detail)`. */
   constructor(onEvent, onState) {
     this.onEvent = onEvent;
     this.onState = onState;
@@ -27,8 +30,25 @@ export class Live {
     this.abort = abort;
     this.#read(topics, abort).then(
       () => this.#again(topics, abort, "the connection ended"),
-      (error) => this.#again(topics, abort, error instanceof Refused ? error.message : "the dashboard cannot be reached"),
+      (error) => (error.status === NO_PLACE ? this.#poll(topics, abort, error.message) : this.#again(topics, abort, reasonOf(error))),
     );
+  }
+
+  /** Read every topic once by its route, then ask for a place again. */
+  async #poll(topics, abort, detail) {
+    try {
+      for (const topic of topics) {
+        const data = await get(routeOf(topic));
+        if (this.abort !== abort) return;
+        this.onEvent(topic, data);
+      }
+    } catch (error) {
+      this.#again(topics, abort, reasonOf(error));
+      return;
+    }
+    if (this.abort !== abort) return;
+    this.onState("polling", detail);
+    this.timer = setTimeout(() => this.open(topics), POLL_MS);
   }
 
   close() {
@@ -71,6 +91,10 @@ export class Live {
       alive.stop();
     }
   }
+}
+
+function routeOf(topic) {
+  return `v1/network/${topic === "benchmarks" ? "benchmarks/live" : topic}`;
 }
 
 function watchdog(limitMs, act) {

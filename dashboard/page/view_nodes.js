@@ -126,10 +126,12 @@ function detail(node) {
 
 function unheard(bus) {
   if (!bus?.unheard.length) return null;
+  const refused = bus.handshakes_rejected;
   return section(
     "Known to others, not heard here",
     { note: String(bus.unheard.length) },
     h("p", { class: "soft" }, "Their buses could not be reached. A fixed bus port (--bus-bind) and --bus help."),
+    refused > 0 && h("p", { class: "soft" }, "Handshakes that were refused: ", count(refused), ". The telemetry key must be the fleet's."),
     h("ul", { class: "chips" }, bus.unheard.map((peer) => h("li", { key: peer.node_id }, name(peer.node_id), h("span", { class: "soft" }, ` ${peer.roles.join(", ")}`)))),
   );
 }

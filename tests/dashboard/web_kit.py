@@ -14,6 +14,7 @@ from flask import Flask
 from dashboard.app import create_app
 from dashboard.benchmark_store import BenchmarkStore
 from dashboard.database import Database
+from dashboard.hosts import host_rule
 from dashboard.http import KEY_HEADER, Route
 from dashboard.hub import LiveFleet
 from dashboard.server import WebServer
@@ -71,7 +72,7 @@ class Web:
             feed_figures=lambda: self.feed_figures,
             wall_clock=lambda: self.clocks.wall,
         )
-        self.app: Flask = create_app(self.services)
+        self.app: Flask = create_app(self.services, host_rule("127.0.0.1"))
         self.server = WebServer(self.app, Address("127.0.0.1", 0))
         self.server.start()
 

@@ -311,7 +311,7 @@ def targets() -> dict[str, Fuzzed]:
         ),
         "fleet keys": Fuzzed(
             lambda data: KeyRing(tuple(map(FleetKey, split_keys(data)))),
-            (KEY_RING_HEADER + b"\n" + b"k" * 32 + b"\n" + b"o" * 32,),
+            (KEY_RING_HEADER + b"\n" + b"k" * 32 + b"\n" + b"o" * 32 + b"\n# end of 2 keys",),
             (ConfigError,),
         ),
         "audit line": Fuzzed(parse_entry, (b'{"kind": "x"}',), ()),

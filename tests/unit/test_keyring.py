@@ -132,3 +132,19 @@ def test_a_pinned_key_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for argument in ("old-mac", ""):
         with pytest.raises(ConfigError):
             run_key_action("forget", argument, tmp_path / "fleet.psk")
+
+
+def test_no_beginning_of_a_ring_is_taken_for_a_key(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.psk"
+    KeyRing((FleetKey(b"n" * 32), FleetKey(b"o" * 32))).save(path)
+    whole = path.read_bytes()
+    assert KeyRing.load(path).newest.psk == b"n" * 32
+    for length in range(len(whole.rstrip())):
+        path.write_bytes(whole[:length])
+        with pytest.raises(SecretFileError):
+            KeyRing.load(path)
+        with pytest.raises(SecretFileError):
+            FleetKey.load(path)
+    path.write_bytes(b"\xef\xbb\xbf" + whole)
+    with pytest.raises(SecretFileError):
+        KeyRing.load(path)
