@@ -67,7 +67,7 @@ class Entitlement:
         self._roster_seen = _look(roster_file)
         if self._roster_seen is not None:
             self._use(Roster.load(roster_file))
-        self.revocations = RevocationBook(self._may_revoke, load_revocations(folder))
+        self.revocations = RevocationBook(self._may_revoke, load_revocations(folder), bound=self._is_bound)
         for key in self.revocations.revoked_keys:
             identities.revoke(key)
         self._known_seen = _look(folder / KNOWN_NODES_FILE)
@@ -78,7 +78,10 @@ class Entitlement:
         reactor.add_deadline_source(lambda: self._next_look, self._watch)
 
     def merge(self, blobs: Iterable[bytes]) -> None:
-        """Revocations that somebody told: what is new and right counts from now on."""
+        """Revocations that somebody told: what is new and right counts from now on.
+
+        A key whose revocation made room for another stays refused until this node is started again.
+        """
         merged = self.revocations.merge(blobs)
         for reason in merged.refused:
             self._refused(reason)
@@ -106,6 +109,12 @@ class Entitlement:
     def _may_revoke(self, issuer: bytes) -> bool:
         roster = self.access.roster
         return roster.may_revoke(issuer) if roster is not None else self._identities.holds(issuer)
+
+    def _is_bound(self, public_key: bytes) -> bool:
+        """Whether a node is known under this key, by the roster or because it was seen; also when the key is revoked."""
+        roster = self.access.roster
+        listed = roster is not None and any(node.public_key == public_key for node in roster.nodes.values())
+        return listed or self._identities.holds(public_key) or public_key in self._identities.nodes().values()
 
     def _use(self, roster: Roster | None) -> None:
         self.access.roster = roster

@@ -11,12 +11,13 @@ from pathlib import Path
 from daemons.entitlement import load_revocations, save_revocations
 from daemons.fleet import live_members
 from daemons.node import node_folder
-from kakeya_zmq.client import Client
+from kakeya_zmq.client import CALL_TIMEOUT_S, Client
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.known_nodes import load_known_nodes
-from wire.errors import ConfigError, RequestFailed
+from wire.errors import ConfigError, FailureCode, RequestFailed
 from wire.keys import KEY_BYTES, NodeIdentity
-from wire.revocations import Revocation, open_revocation, sign_revocation
+from wire.messages import CardList, ExchangeCards
+from wire.revocations import Revocation, mark_of_key, open_revocation, sign_revocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,20 @@ class Told:
 
     revocation: Revocation
     addresses: tuple[str, ...]
+
+
+class _Teller(Client):
+    """A client that asks afterwards what has become of a revocation."""
+
+    def lacks(self, key: bytes) -> bool:
+        """Whether the node holds no revocation of this key: only marks that it lacks are asked for.
+
+        Raises:
+            RequestFailed: no answer.
+        """
+        mark = mark_of_key(key)
+        body = ExchangeCards(cards=(), ages_ms=(), known=b"", revoked=mark)
+        return self._call(body, CardList, CALL_TIMEOUT_S).wanted_revocations == mark
 
 
 def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[str], psk_file: Path) -> Told:
@@ -39,7 +54,7 @@ def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[st
 
     Raises:
         ConfigError: it is not clear who signs, or which key is meant.
-        RequestFailed: no node was reached.
+        RequestFailed: a node that was reached did not take it.
     """
     folder = node_folder(_issuer(issuer, node_id))
     identity = NodeIdentity.load_or_create(folder / "identity.key")
@@ -57,14 +72,31 @@ def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[st
         issued_at_unix=time.time(),
     )
     blob = sign_revocation(revocation, identity)
-    reached = []
+    reached: list[str] = []
+    refused: list[str] = []
+    signer_revoked = False
     for address in addresses or [member.address for member in live_members() if member.role != "dashboard"]:
-        with contextlib.suppress(RequestFailed), Client(address, psk_file=psk_file) as client:
+        with contextlib.suppress(RequestFailed), _Teller(address, psk_file=psk_file) as client:
             client.tell_revocations((blob,))
-            reached.append(address)
+            if lacks := client.lacks(key):
+                refused.append(address)
+                signer_revoked = signer_revoked or not client.lacks(identity.public_key)
+            reached += [] if lacks else [address]
+    if refused:
+        raise _not_taken(refused, taken=len(reached), issuer=folder.name, signer_revoked=signer_revoked)
     if not reached:
         _keep(folder, blob, key)
     return Told(revocation, tuple(reached))
+
+
+def _not_taken(refused: Sequence[str], *, taken: int, issuer: str, signer_revoked: bool) -> RequestFailed:
+    where = ", ".join(refused) + (f" ({taken} took it)" if taken else "")
+    if signer_revoked:
+        text = f"the revocation was not taken by {where}: the key of {issuer}, which signed, is itself revoked"
+        return RequestFailed(FailureCode.PERMISSION_DENIED, text, remedy="sign with another node: --as NODE")
+    text = f"the revocation was not taken by {where}: {issuer} may not revoke there, or there are too many"
+    remedy = "`kakeya audit` on that machine tells which; sign with an administrator of its roster, or another node"
+    return RequestFailed(FailureCode.FAILED_PRECONDITION, text, remedy=remedy)
 
 
 def _issuer(issuer: str, revoked: str) -> str:

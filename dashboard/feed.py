@@ -129,7 +129,9 @@ class BusFeed:
         """One line for all of them: libzmq tries again and again."""
         if not self._refusal_told and self._subscriber.counters["handshakes_rejected"]:
             self._refusal_told = True
-            _log.warning("a bus refused this dashboard, or is none of the fleet: check the telemetry key (kakeya key telemetry)")
+            _log.warning(
+                "a bus refused this dashboard, or is none of the fleet: check the telemetry key (kakeya key telemetry)"
+            )
 
     def _dial(self, address: Address, now: float) -> None:
         if len(self._dialled_at) >= ADDRESSES_MAX:

@@ -56,10 +56,10 @@ def host_rule(bound: str, further: Iterable[str] = ()) -> HostRule:
 
 
 def _checked(name: str) -> str:
-    found = _HEADER.fullmatch(f"[{name}]" if ":" in name and not name.startswith("[") else name)
-    if found is None or (found["name"] and ":" in name):
+    plain = _plain(name)
+    if not (_is_address(plain) if ":" in plain else _HEADER.fullmatch(plain)):
         raise ConfigError(f"{name!r} is no host name", remedy="write --allow-host NAME, without scheme and port")
-    return _plain(found["ipv6"] or found["name"])
+    return plain
 
 
 def _plain(host: str) -> str:

@@ -5,7 +5,8 @@
     [nodes.mac-mini]
     key = "64 hexadecimal digits"       # `kakeya key show` on that machine
     roles = ["primary"]                 # primary, worker, cache
-    tenants = ["default"]               # whose KV it may look up, publish and compute (default: none)
+    tenants = ["default"]               # whose KV it may look up, publish and compute, and whose primaries it may
+                                        # open sessions on (default: none)
     admin = true                        # whether it may revoke others (default: no)
 
     [tenants.default]
@@ -57,6 +58,8 @@ CLIENTS_ONLY_ASK: Final = "a client that is not on the roster may use sessions a
 
 _SECONDARY_ROLES: Final = frozenset({"cache-holder", "client"})
 """What nodes add to their role by themselves."""
+_TENANT_REQUESTS: Final = (CreateSession, GetRequests)
+"""What a primary does for its own tenant only: it computes with that tenant's key, and tells of its prompts."""
 _CLIENT_REQUESTS: Final = (
     CreateSession,
     AppendTokens,
@@ -152,6 +155,7 @@ class Access:
 
     def __init__(self) -> None:
         self.roster: Roster | None = None
+        self._own_tenant: str | None = None
         self._tenants: dict[bytes, str] = {}
 
     def learn(self, card: Card) -> None:
@@ -160,14 +164,16 @@ class Access:
         if card.worker is not None:
             tuples.append(card.worker.compatibility)
         for values in tuples:
-            self.learn_tuple(values)
+            if (compatibility := _compatibility(values)) is not None:
+                self._note(compatibility)
 
     def learn_tuple(self, values: Mapping[str, Any]) -> None:
-        """Take note of one namespace; what is no compatibility tuple is ignored."""
-        fields = Compatibility.__dataclass_fields__
-        if not fields.keys() <= values.keys():
-            return
-        compatibility = Compatibility(**{name: values[name] for name in fields})
+        """Take note of the namespace that this node itself serves; what is no compatibility tuple is ignored."""
+        if (compatibility := _compatibility(values)) is not None:
+            self._own_tenant = compatibility.tenant_namespace
+            self._note(compatibility)
+
+    def _note(self, compatibility: Compatibility) -> None:
         fingerprint = compatibility.fingerprint()
         if fingerprint not in self._tenants and len(self._tenants) >= NAMESPACES_MAX:
             del self._tenants[next(iter(self._tenants))]
@@ -189,8 +195,12 @@ class Access:
         roster = self.roster
         if roster is None:
             return ""
-        if tuple(roles) == CLIENT_ROLES and node_id not in roster.nodes and not isinstance(body, _CLIENT_REQUESTS):
-            return CLIENTS_ONLY_ASK
+        if tuple(roles) == CLIENT_ROLES and node_id not in roster.nodes:
+            return "" if isinstance(body, _CLIENT_REQUESTS) else CLIENTS_ONLY_ASK
+        # Before its model is loaded a node serves no tenant, and has nothing to tell.
+        own = self._own_tenant
+        if isinstance(body, _TENANT_REQUESTS) and own is not None and not roster.acts_for(node_id, own):
+            return FOREIGN_TENANT
         if isinstance(body, PublishOffer | SubmitJob) and self.hides(node_id, body.fingerprint):
             return FOREIGN_TENANT
         return ""
@@ -203,6 +213,11 @@ class Access:
             return None
         others = sum(used for other, used in usage.items() if other != fingerprint and self._tenants.get(other) == tenant)
         return max(0, quota - others)
+
+
+def _compatibility(values: Mapping[str, Any]) -> Compatibility | None:
+    fields = Compatibility.__dataclass_fields__
+    return Compatibility(**{name: values[name] for name in fields}) if fields.keys() <= values.keys() else None
 
 
 # --- reading -----------------------------------------------------------------------------------------------------

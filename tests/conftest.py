@@ -9,11 +9,15 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from hypothesis import settings
 
 from kakeya_zmq.model.blas import prepare_blas
 from tests.fleet_rig import KEPT_PROCESSES
 
 prepare_blas(1)
+# How long an example takes says more about the machine than about the code.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -17,7 +17,7 @@ from kakeya_zmq.store import BlockStore
 from wire.errors import KakeyaError
 from wire.ids import LeaseId
 from wire.limits import TEXT_CHARACTERS_MAX
-from wire.messages import Decision, PartKind, PartRef, Requirement, Source, SourceKind
+from wire.messages import Cut, Decision, PartKind, PartRef, Requirement, Source, SourceKind
 
 REASONS_MAX = 32
 """Reasons in one explanation: enough for every peer and worker of a prompt to fail in its own way."""
@@ -280,7 +280,25 @@ class Holdings:
         if not self._put(part, now):
             self.store_failed = True
             return [Count("hot_promotion_failures")]
+        self._note_cut(part, self._store)
         return [Count("hot_promotions"), Count("hot_promotion_bytes", part.meta.length_bytes)]
+
+    def _note_cut(self, part: Part, store: BlockStore) -> None:
+        """A block that was fetched because the prompt's own tail is its beginning: a repeat must find it here, too."""
+        block = self._blocks[part.meta.block_hash]
+        own = self._task.chain.blocks[-1]
+        same_place = own.parent_hash == block.parent_hash and own.token_count == block.token_count
+        if not block.stored_tokens or not same_place or own.block_hash == block.block_hash:
+            return
+        cut = Cut(
+            parent_hash=own.parent_hash,
+            block_hash=own.block_hash,
+            token_count=own.token_count,
+            within=block.block_hash,
+            within_tokens=block.stored_tokens,
+            kinds=1 << part.meta.kind,
+        )
+        store.cut(cut, fingerprint=self._task.fingerprint)
 
     def _put(self, part: Part, now: float) -> bool:
         if self._store is None:

@@ -3,6 +3,8 @@
 Rules
 - A session's history is append-only; how appends are grouped never changes its state. An append that fails or is cancelled
   leaves the history as it was, and the session usable.
+- A session belongs to the node that opened it (node ids are bound to identity keys, see .identities); for others it does
+  not exist.
 - One operation at a time on a session; a second one is refused with ABORTED. Different sessions interleave.
 - Between the first and the last token of a generation nothing is asked of the fleet on the session's behalf: what a turn
   produced is handed over for publishing when its generation has ended, when the session is closed, or when no generation
@@ -89,6 +91,7 @@ from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, Preparati
 from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import CapacityError, FailureCode, InvalidInput, KakeyaError, RequestFailed
+from wire.ids import NodeId
 from wire.messages import (
     Appended,
     AppendTokens,
@@ -227,17 +230,17 @@ class InferenceService:
     def _request(self, event: RequestArrived, now: float) -> list[InferenceEffect]:
         match event.body:
             case CreateSession() as body:
-                return self._create(event.key, body, now)
+                return self._create(event, body, now)
             case AppendTokens() as body:
-                return self._append(event.key, self._session(body.session_id), body, now)
+                return self._append(event.key, self._session(body.session_id, event.node_id), body, now)
             case Generate() as body:
-                return self._generate(event.key, self._session(body.session_id), body, now)
+                return self._generate(event.key, self._session(body.session_id, event.node_id), body, now)
             case CloseSession(session_id=session_id):
-                session = self._session(session_id)
+                session = self._session(session_id, event.node_id)
                 reply = SendReply(event.key, SessionClosed(history_tokens=len(session.history)))
                 return [*self._close(session, "the session was closed", now), reply]
             case GetSession(session_id=session_id):
-                session = self._session(session_id)
+                session = self._session(session_id, event.node_id)
                 state = SessionState(
                     history_tokens=len(session.history),
                     kv_bytes=self._session_kv_bytes(session.session_id),
@@ -248,15 +251,15 @@ class InferenceService:
             case _:
                 return []
 
-    def _session(self, session_id: str) -> Session:
+    def _session(self, session_id: str, asker: NodeId) -> Session:
         session = self._sessions.get(session_id)
-        if session is None:
+        if session is None or session.creator != asker:
             raise RequestFailed(FailureCode.NOT_FOUND, "no such session", remedy="it was closed, evicted or never created")
         return session
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    def _create(self, key: RequestKey, body: CreateSession, now: float) -> list[InferenceEffect]:
+    def _create(self, event: RequestArrived, body: CreateSession, now: float) -> list[InferenceEffect]:
         if not self._settings.sharing:
             body = alone(body)
         effects: list[InferenceEffect] = []
@@ -267,7 +270,7 @@ class InferenceService:
                 raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text, remedy="try again, or raise --capacity")
             oldest = min(idle, key=lambda session: session.last_used)
             effects += [Count("sessions_evicted"), *self._close(oldest, "evicted to make room", now)]
-        session = Session("sess-" + self._random_bytes(16).hex(), body, now)
+        session = Session("sess-" + self._random_bytes(16).hex(), event.node_id, body, now)
         self._sessions[session.session_id] = session
         created = SessionCreated(
             session_id=session.session_id,
@@ -276,7 +279,7 @@ class InferenceService:
             eos_token_ids=body.eos_token_ids or self._facts.eos_token_ids,
         )
         effects.append(RunCommand(self._ids.ticket(), OpenSession(session.session_id)))
-        return [*effects, Count("sessions_created"), SendReply(key, created)]
+        return [*effects, Count("sessions_created"), SendReply(event.key, created)]
 
     def _close(self, session: Session, reason: str, now: float) -> list[InferenceEffect]:
         effects: list[InferenceEffect] = []

@@ -15,6 +15,7 @@ from kakeya_zmq.protocol.effects import Effect, RequestKey, Ticket
 from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from wire.errors import FailureCode, RequestFailed
+from wire.ids import NodeId
 from wire.limits import TOKEN_BYTES
 from wire.messages import CreateSession, Cut, Explanation, Generate, PrefillPolicy, StopReason
 
@@ -120,6 +121,8 @@ class Session:
     """One inference session; the engine knows it by the same id."""
 
     session_id: str
+    creator: NodeId
+    """Who opened it; for anybody else it does not exist."""
     options: CreateSession
     last_used: float
     history: TokenArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ from tests.attacks.test_cards import card_of, known_to, tell
 from tests.fleet_rig import Fleet, run_kakeya, wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
+from wire.keys import NodeIdentity
 
 EXCHANGE = 1
 
@@ -64,6 +66,30 @@ def test_a_revoked_node_is_refused_everywhere(fleet: Fleet, siege: Siege, other:
         # Under another name it is the same key.
         client.send(*client.hello(Identity(f"{member.node_id}-again", member.signing))[0])
         assert client.receive(0.5) is None
+
+
+def test_a_revocation_that_is_refused_is_no_success(fleet: Fleet, siege: Siege, member: Identity) -> None:
+    """The signer is a node of this machine that the other one has never seen; then one that it has revoked."""
+    folder = fleet.home / "nodes" / "former"
+    folder.mkdir()
+    key = NodeIdentity.load_or_create(folder / "identity.key").public_key
+    to = ("--address", siege.address)
+    arguments = ("revoke", member.node_id, "--as", "former", "--public-key", member.public.hex(), *to)
+    try:
+        with siege.expect(NOT_ENTITLED):
+            done = run_kakeya(*arguments, home=fleet.home)
+            assert done.returncode == 1, done.stderr
+            assert "was not taken" in done.stderr
+            assert "former may not revoke there" in done.stderr
+        revoked = run_kakeya("revoke", "former", "--as", siege.node.name, "--public-key", key.hex(), *to, home=fleet.home)
+        assert revoked.returncode == 0, revoked.stderr
+        with siege.expect(NOT_ENTITLED):
+            done = run_kakeya(*arguments, home=fleet.home)
+            assert done.returncode == 1, done.stderr
+            assert "is itself revoked" in done.stderr
+    finally:
+        shutil.rmtree(folder)
+    assert member.node_id in known_to(siege)
 
 
 def session_ended(client: RawClient) -> bool:

@@ -23,12 +23,13 @@ from kakeya_zmq.roster import (
 from tests.attacks.kit import RawClient, Siege
 from tests.attacks.test_bulk import DATA_LAST, PART_BYTES, Material, publish, published, push_all
 from tests.attacks.test_cards import card_of, tell
-from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.fleet_rig import Fleet, kept_fleet, model_folder, wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
 
-PERMISSION_DENIED = 3
+NOT_FOUND, PERMISSION_DENIED = 2, 3
 LOOKUP, SUBMIT = 2, 6
+CREATE, GET_REQUESTS = [7, "", [], None, True, True, []], [13, 5]
 RED, BLUE, SMALL = Identity.new("red-node"), Identity.new("blue-node"), Identity.new("small-node")
 QUOTA_PARTS = 2
 
@@ -188,6 +189,49 @@ def test_the_roster_is_changed_while_the_node_runs(vault_fleet: Fleet, vault: Si
             write_roster(path, *ALL)
             wait_until(lambda: vault.status().sections["roster"]["listed_nodes"] == 3, "the roster is read again")
             client.send(*client.hello(newcomer, roles=("worker",))[0])
+
+
+@pytest.fixture(scope="module")
+def red_primary(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    home = tmp_path_factory.mktemp("red")
+    write_roster(home / "fleet.toml", *ALL)
+    with kept_fleet(request, model_folder(tmp_path_factory), home) as fleet:
+        node = fleet.add("primary", "--tenant-id", "red")
+        node.launch()
+        node.wait_ready()
+        yield Siege(fleet, "primary")
+
+
+def test_a_primary_computes_and_tells_nothing_for_another_tenant(red_primary: Siege) -> None:
+    """It holds its tenant's key: who may prompt it can test what is cached, and its records tell of all prompts."""
+    with red_primary.expect(FOREIGN_TENANT, count=2), red_primary.client() as client, red_primary.client() as owner:
+        session = client.join(BLUE, roles=("worker",))
+        for number, body in enumerate((CREATE, GET_REQUESTS), start=1):
+            answer = client.ask(session, body, number=number)
+            assert (answer[0], answer[2]) == (6, PERMISSION_DENIED)
+        own = owner.join(RED, roles=("worker",))
+        for number, body in enumerate((CREATE, GET_REQUESTS), start=1):
+            assert owner.ask(own, body, number=number)[0] == 4
+
+
+def test_a_session_does_not_exist_for_others(red_primary: Siege) -> None:
+    """Not for a client that knows its id, not for a node of the same tenant, not for one of another."""
+    tokens = (5).to_bytes(4, "little") * 3
+    with red_primary.client() as owner:
+        own = owner.join(RED, roles=("worker",))
+        session_id = owner.ask(own, CREATE)[2][1]
+        bodies = ([8, session_id, tokens], [9, session_id, 1, 0.0, 0.0, 0, None], [11, session_id], [10, session_id])
+        for who in (Identity.new("thief"), BLUE):
+            with red_primary.client() as client:
+                session = client.join(who, roles=("client",))
+                for number, body in enumerate(bodies, start=1):
+                    answer = client.ask(session, body, number=number)
+                    assert (answer[0], answer[2]) == (6, NOT_FOUND)
+        with red_primary.client() as again:
+            # It belongs to the node, not to the connection.
+            session = again.join(RED, roles=("worker",), incarnation=2)
+            assert again.ask(session, [11, session_id])[2][1] == 0
+            assert again.ask(session, [10, session_id], number=2)[0] == 4
 
 
 def lookup_seconds(client: RawClient, session: wire.Session, what: Material, number: int) -> float:

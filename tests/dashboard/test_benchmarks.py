@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -78,6 +79,24 @@ def test_rates_of_a_stage_are_derived() -> None:
         stage(agent={"deep": {"block_hash": "x"}}),
         stage(peer_address="a"),
         stage(deep=[[[[[[[[[[1]]]]]]]]]]),
+        {"name": ["remote_compute"]},
+        {"name": {}},
+        stage(hit_source=["primary_hot"]),
+        stage(hit_source={"a": 1}),
+        stage(note="at C:\\Users\\me"),
+        stage(note="/HOME/me"),
+        *(
+            stage(**{key: "x"})
+            for key in ("Prompt", "PROMPTS", "user_prompt", "tokenIds", "Token-Ids", "Block_Hash", "cacheKey")
+        ),
+        *(stage(**{key: 1}) for key in ("payload_SHA256", "peerAddress", "model_path", "hash")),
+        stage(prompt_tokens="what was asked"),
+        stage(warmup_tokens_reused=10**400),
+        stage(delta={"tokens_reused": 10**400}),
+        stage(extra=float("inf")),
+        stage(prefix_tokens=1e15, append_s=5e-324),
+        stage(output_tokens=1e15, decode_s=5e-324),
+        stage(output_tokens=10, e2e_s=1e-300),
     ],
 )
 def test_bad_stages_are_refused(bad: dict[str, Any]) -> None:
@@ -130,6 +149,25 @@ def test_the_public_part_holds_numbers_and_labels_only(value: dict[str, Any]) ->
             assert isinstance(shown, bool | int | float)
 
     check(benchmarks.public_part(value))
+
+
+def test_rates_of_the_summary_are_numbers_whatever_the_stages_hold() -> None:
+    extremes = [stage(output_tokens=1e15), stage(decode_s=5e-324, e2e_s=5e-324), stage(delta={"tokens_reused": 10**400})]
+    made = [benchmarks.normalised_stage(each) for each in extremes[:2]]
+    json.dumps(benchmarks.summarise(made), allow_nan=False)
+    assert benchmarks.summarise([{**made[0], **extremes[2]}])["inference_kv_token_hit_rate"] == 0
+
+
+def test_counts_of_prompt_tokens_are_numbers_like_others() -> None:
+    assert benchmarks.normalised_stage(stage(prompt_tokens=7))["prompt_tokens"] == 7
+    assert benchmarks.public_part({"prompt_tokens": 7, "prompt_count": 1}) == {"prompt_tokens": 7, "prompt_count": 1}
+
+
+def test_digests_and_texts_of_unknown_fields_are_not_public() -> None:
+    digest = "deadbeefdeadbeef"
+    kept = {"model": "gemma-4", "w": "secretprompt", "phase": digest, f"a{digest}": 1, "model_path": 3, "big": 10**30}
+    assert benchmarks.public_part(kept) == {"model": "gemma-4"}
+    assert benchmarks.public_part({"deep": {"kind": f"x-{digest}-y", "status": "ok"}}) == {"deep": {"status": "ok"}}
 
 
 def test_a_run_from_beginning_to_end(web: Web) -> None:

@@ -120,17 +120,25 @@ def test_a_bus_that_goes_away_is_told_and_one_that_returns_is_heard_again(close_
     assert fleet.read(lambda view, now: view.bus_state(now)) is BusState.LIVE
 
 
-def test_a_bus_of_another_fleet_is_not_heard(close_at_end: Keep) -> None:
+def test_a_bus_of_another_fleet_is_not_heard_and_its_refusal_told_once(
+    close_at_end: Keep, caplog: pytest.LogCaptureFixture
+) -> None:
     stranger = Teller("stranger", key=FleetKey(b"x" * 32))
     own = Teller("own")
     close_at_end(stranger)
     close_at_end(own)
-    fleet = listening(close_at_end, addresses=[stranger.address, own.address])
+    fleet = LiveFleet()
+    feed = BusFeed(fleet, KEY.telemetry_key(), addresses=[stranger.address, own.address])
+    close_at_end(feed)
+    feed.start()
     wait_until(lambda: names(fleet) == ["own"], "our own node")
+    wait_until(lambda: feed.figures().get("handshakes_rejected", 0) > 0, "a refused handshake")
+    wait_until(lambda: "a bus refused this dashboard" in caplog.text, "a line")
     stranger.say("let me in")
     own.say("after it")
     wait_until(lambda: bool(fleet.read(lambda view, now: view.logs.newest())) or own.say("again") is not None, "a line")
     assert names(fleet) == ["own"]
+    assert caplog.text.count("a bus refused this dashboard") == 1
 
 
 def test_local_nodes_are_found_by_what_they_leave_under_the_home(close_at_end: Keep, tmp_path: Path) -> None:

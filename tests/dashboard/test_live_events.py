@@ -79,6 +79,21 @@ def test_readers_are_bounded_and_a_reader_that_left_makes_room(web: Web) -> None
     wait_until(has_room, "room for a reader")
 
 
+def test_a_stream_whose_database_fails_ends_with_one_line(web: Web, caplog: pytest.LogCaptureFixture) -> None:
+    with EventStream(web.server.address, f"{EVENTS}?topics=groups") as stream:
+        assert stream.next("groups") == []
+        web.database.rows("ALTER TABLE groups RENAME TO elsewhere")
+        web.clocks.pass_time(3.0)
+        web.tell(snapshot(), "primary")
+        stream.rest()
+    wait_until(lambda: len(caplog.records) > 0, "a line")
+    assert [record.getMessage() for record in caplog.records] == ["live events ended: OperationalError"]
+    assert web.call("GET", "/v1/network/groups").status == 503
+    web.database.rows("ALTER TABLE elsewhere RENAME TO groups")
+    with EventStream(web.server.address, f"{EVENTS}?topics=groups") as stream:
+        assert stream.next("groups") == []
+
+
 def test_open_streams_end_when_the_server_stops(web: Web) -> None:
     with EventStream(web.server.address, f"{EVENTS}?topics=summary") as stream:
         stream.next("summary")

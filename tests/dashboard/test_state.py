@@ -77,6 +77,37 @@ def test_a_damaged_file_is_refused_with_a_remedy_and_left_alone(tmp_path: Path) 
         Database(tmp_path / "network.sqlite3" / "inside-a-file")
 
 
+def test_a_file_with_a_damaged_page_is_refused_at_start(tmp_path: Path) -> None:
+    path = tmp_path / "network.sqlite3"
+    database = Database(path)
+    with database.transaction() as connection:
+        (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+        connection.execute("CREATE TABLE filler (a TEXT)")
+        connection.executemany("INSERT INTO filler VALUES (?)", [("x" * 1000,)] * 200)
+    database.close()
+    content = bytearray(path.read_bytes())
+    assert len(content) > 20 * page_bytes
+    content[-12 * page_bytes : -10 * page_bytes] = b"\xff" * (2 * page_bytes)
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="damaged"):
+        Database(path)
+
+
+def test_what_is_no_regular_file_is_refused_and_its_mode_left_alone(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"")
+    target.chmod(0o644)
+    (tmp_path / "link").symlink_to(target)
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe", 0o644)
+    for name in ("link", "dangling", "pipe", "."):
+        with pytest.raises(ConfigError, match="regular file"):
+            Database(tmp_path / name)
+    assert stat.S_IMODE(target.stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "pipe").stat().st_mode) == 0o644
+    assert not (tmp_path / "nowhere").exists()
+
+
 def test_everything_is_there_again_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "network.sqlite3"
     database = Database(path)

@@ -52,9 +52,20 @@ def test_attempts_are_limited_and_the_right_key_is_not_locked_out(web: Web) -> N
     assert (answer.status, answer.headers["Retry-After"]) == (429, "1")
     assert web.post(GROUPS, {"name": "g", "node_ids": ["a"]}).status == 200
     assert web.call("GET", "/healthz").status == 200
-    assert web.post(REGISTER, GOOD).status == 429
-    web.clocks.pass_time(1.0)
     assert web.post(REGISTER, GOOD).status == 200
+    redemptions = [web.call("POST", REDEEM, {}).status for _ in range(101)]
+    assert redemptions == [422] * 100 + [429]
+    assert web.post(REGISTER, GOOD).status == 200
+    web.clocks.pass_time(1.0)
+    assert web.call("POST", REDEEM, {}).status == 422
+
+
+def test_another_page_cannot_redeem_nor_use_up_attempts_from_a_browser(web: Web) -> None:
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        assert web.call("POST", REDEEM, raw=b"{}", headers={"Content-Type": kind}).status == 415
+    for _ in range(101):
+        web.call("POST", REDEEM, raw=b"{}", headers={"Content-Type": "text/plain"})
+    assert web.call("POST", REDEEM, {}, headers={"Content-Type": "application/json; charset=utf-8"}).status == 422
 
 
 def test_maintenance_is_not_there_until_a_primary_offers_capture(web: Web) -> None:
@@ -124,6 +135,30 @@ def test_what_is_no_json_is_refused(web: Web, raw: bytes, status: int) -> None:
     assert web.call("POST", REGISTER, raw=raw, key=API_KEY).status == status
 
 
+@pytest.mark.parametrize("path", [REDEEM, RUNS])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+def test_bodies_that_are_nested_too_deeply_are_refused(web: Web, path: str, opening: str, closing: str) -> None:
+    for depth in (20, 900, 8_000):
+        body = f'{{"config":{opening * depth}1{closing * depth}}}'.encode()
+        assert web.call("POST", path, raw=body, key=API_KEY).status in (400, 422), depth
+
+
+def test_a_state_that_cannot_be_written_is_told_and_works_again(web: Web) -> None:
+    with web.database.transaction() as connection:
+        (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    web.database.rows(f"PRAGMA max_page_count = {pages}")
+    statuses = {}
+    for _ in range(200):
+        answer = web.post(GROUPS, {"name": "n" * 60, "node_ids": ["m" * 100 + str(number) for number in range(200)]})
+        statuses[answer.status] = answer
+        if answer.status != 200:
+            break
+    assert statuses[503].json["detail"] == "the state cannot be written: database or disk is full"
+    assert web.call("GET", "/v1/network/groups").status == 200
+    web.database.rows("PRAGMA max_page_count = 1000000")
+    assert web.post(GROUPS, {"name": "g", "node_ids": ["a"]}).status == 200
+
+
 def test_bodies_that_are_too_large_are_refused_before_they_are_read(web: Web) -> None:
     assert web.call("POST", REGISTER, raw=b'{"alias": "' + b"x" * 70_000 + b'"}', key=API_KEY).status == 413
     run = web.post(RUNS, {}).json["id"]
@@ -149,7 +184,7 @@ FIELDS = st.fixed_dictionaries({}, optional=dict.fromkeys(NAMES, JSON))
 def test_no_body_makes_an_internal_error(web: Web, body: dict[str, object], path: str) -> None:
     client = web.app.test_client()
     web.clocks.pass_time(10.0)
-    answer = client.post(path, data=json.dumps(body), headers={"X-API-Key": API_KEY})
+    answer = client.post(path, data=json.dumps(body), content_type="application/json", headers={"X-API-Key": API_KEY})
     assert answer.status_code in (200, 400, 401, 404, 409, 422, 429), answer.data
 
 

@@ -82,3 +82,19 @@ def test_answered_prompts_and_chats_take_the_room_of_their_tokens(fleet: Fleet, 
             assert found.reused == {SourceKind.REMOTE_CACHE: len(tokens) - 1}
             assert found.tokens == reference.answer(tokens, 8)
         rig.wait_idle(client)
+
+
+def test_a_prompt_that_came_back_from_a_peer_is_a_full_hit_of_the_own_cache_afterwards(fleet: Fleet, folder: Path) -> None:
+    """The peer holds the answered prompt's tail as a cut: who fetches it has to know that, too."""
+    tokens = prompt(330, 77)
+    expected = Reference(folder).answer(tokens, ANSWERED)
+    with fleet["primary"].client() as client:
+        answer(client, tokens, ANSWERED, policy=PrefillPolicy.LOCAL_ONLY)
+        wait_published(client)
+    fleet["primary"].kill()
+    fleet.heal()
+    with fleet["primary"].client() as client:
+        for kind in (SourceKind.REMOTE_CACHE, SourceKind.HOT):
+            found = answer(client, tokens, ANSWERED)
+            assert found.tokens == expected
+            assert {source.kind for source in found.appended.explanation.sources if source.end > source.start} == {kind}

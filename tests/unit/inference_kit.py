@@ -295,11 +295,11 @@ class InferenceHost:
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
-    def ask(self, body: Any) -> RequestKey:
+    def ask(self, body: Any, node: str = "client") -> RequestKey:
         key = RequestKey((bytes(16), next(self.numbers)))
         self.open[key] = body
         self.told[key] = []
-        self.send(RequestArrived(key, NodeId("client"), (), body, self.now + 60))
+        self.send(RequestArrived(key, NodeId(node), (), body, self.now + 60))
         return key
 
     def create(self, **options: Any) -> str:

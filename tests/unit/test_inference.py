@@ -177,6 +177,24 @@ def test_tokens_that_are_none_are_refused_and_the_history_stays(packed: bytes) -
     host.finish()
 
 
+def test_a_session_does_not_exist_for_others() -> None:
+    """Neither its text nor its state, and nobody else ends it; a refused request leaves it as it was."""
+    host, session_id = started()
+    before = history(host, session_id)
+    bodies = (
+        AppendTokens(session_id=session_id, tokens=b""),
+        Generate(session_id=session_id, max_tokens=1),
+        CloseSession(session_id=session_id),
+        GetSession(session_id=session_id),
+    )
+    for body in bodies:
+        assert answer(host, host.ask(body, node="thief")) is FailureCode.NOT_FOUND
+        assert history(host, session_id) == before
+    assert answer(host, host.ask(bodies[-1])).history_tokens == 40
+    assert isinstance(run_generate(host, session_id), Generated)
+    host.finish()
+
+
 def test_unknown_sessions_and_empty_ones() -> None:
     host, session_id = started(tokens=0)
     for body in (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kakeya_zmq.protocol.directory import CardRefused, CardsArrived, Directory, Expelled, PeerChanged, PeerGone
 from kakeya_zmq.protocol.identities import OTHER_KEY, REVOKED, IdentityBook
-from kakeya_zmq.protocol.revocation import FULL, MALFORMED, NOT_ENTITLED, RevocationBook
+from kakeya_zmq.protocol.revocation import FULL, MALFORMED, NOT_ENTITLED, TOO_MANY_OF_ISSUER, RevocationBook
 from tests.unit.card_kit import card_blob, identity
 from wire.errors import RemoteProtocolError
 from wire.revocations import Revocation, open_revocation, sign_revocation
@@ -66,6 +66,72 @@ def test_a_full_book_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     merged = book().merge(revocation(f"n{number}") for number in range(3))
     assert len(merged.revoked) == 2
     assert merged.refused == (FULL,)
+
+
+def book_that_knows(*names: str) -> RevocationBook:
+    """Anybody may revoke; the keys of these nodes are bound to their names here."""
+    bound = {identity(name).public_key for name in names}
+    return RevocationBook(lambda key: True, bound=lambda key: key in bound)
+
+
+def revoked_names(ours: RevocationBook) -> set[str]:
+    return {open_revocation(blob).node_id for blob in ours.blobs()}
+
+
+def test_one_issuer_does_not_fill_the_book(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it revokes of real nodes takes the place of its revocations of keys that nobody has, oldest first."""
+    monkeypatch.setattr("kakeya_zmq.protocol.revocation.PER_ISSUER_MAX", 3)
+    ours = book_that_knows("real-0", "real-1", "real-2", "real-3", "other")
+    merged = ours.merge(revocation(f"n{number}", "mallory") for number in range(4))
+    assert len(merged.revoked) == 3
+    assert merged.refused == (TOO_MANY_OF_ISSUER,)
+    assert len(ours.merge((revocation("other"),)).revoked) == 1, "others have room"
+    assert ours.merge((revocation("real-0", "mallory"),)).refused == ()
+    assert revoked_names(ours) == {"n1", "n2", "real-0", "other"}
+    merged = ours.merge(revocation(f"real-{number}", "mallory") for number in (1, 2, 3))
+    assert merged.refused == (TOO_MANY_OF_ISSUER,), "it is bounded with real nodes, too"
+    assert revoked_names(ours) == {"real-0", "real-1", "real-2", "other"}
+
+
+def test_a_book_full_of_unknown_keys_takes_a_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kakeya_zmq.protocol.revocation.REVOCATIONS_MAX", 2)
+    ours = book_that_knows("real-0", "real-1", "real-2")
+    ours.merge((revocation("n0", "mallory"), revocation("n1", "eve")))
+    assert ours.merge((revocation("n2"),)).refused == (FULL,)
+    mark = open_revocation(revocation("real-0")).mark
+    assert ours.wanted(mark) == mark, "a book that can make room asks"
+    for number in (0, 1):
+        assert len(ours.merge((revocation(f"real-{number}"),)).revoked) == 1
+    assert revoked_names(ours) == {"real-0", "real-1"}
+    assert len(ours.marks()) == 2 * len(mark)
+    assert ours.merge((revocation("real-2"),)).refused == (FULL,)
+    assert ours.wanted(mark) == b""
+    lacked = open_revocation(revocation("real-2")).mark
+    assert ours.wanted(lacked) == lacked, "whoever asks about one learns that it is not there"
+
+
+def test_what_a_revoked_issuer_said_of_unknown_keys_goes() -> None:
+    ours = book_that_knows("real", "mallory")
+    ours.merge((revocation("n0", "mallory"), revocation("real", "mallory"), revocation("n1")))
+    ours.merge((revocation("mallory"),))
+    assert revoked_names(ours) == {"real", "n1", "mallory"}
+    assert identity("n0").public_key not in ours
+    assert ours.merge((revocation("n0", "mallory"),)).refused == (NOT_ENTITLED,)
+    restarted = RevocationBook(lambda key: True, ours.blobs(), bound=lambda key: False)
+    assert revoked_names(restarted) == revoked_names(ours)
+
+
+def test_what_is_refused_does_not_stand_in_the_way_of_the_rest() -> None:
+    """More than an exchange takes: after some exchanges each has been told and asked for."""
+    full, empty = book_that_knows(), book_that_knows()
+    everything = {f"n{number}" for number in range(30)}
+    full.merge(revocation(name) for name in everything)
+    told = {open_revocation(blob).node_id for _ in range(12) for blob in full.lacking(b"")}
+    assert told == everything
+    asked = b"".join(empty.wanted(full.marks()) for _ in range(12))
+    assert {asked[start : start + 8] for start in range(0, len(asked), 8)} == {
+        open_revocation(blob).mark for blob in full.blobs()
+    }
 
 
 @given(data=st.binary(max_size=400))

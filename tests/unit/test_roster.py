@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,10 +22,11 @@ from kakeya_zmq.roster import (
     Access,
     Roster,
 )
-from tests.unit.card_kit import identity
+from tests.unit.card_kit import card_blob, identity
+from wire.cards import Card, ModelOffering, open_card
 from wire.errors import ConfigError
 from wire.limits import GIB
-from wire.messages import GetStatus, Lookup, PublishOffer, Requirement
+from wire.messages import CreateSession, GetRequests, GetStatus, Lookup, PublishOffer, Requirement
 
 TEXT = f"""
 [nodes.mac]
@@ -45,6 +47,19 @@ def roster(tmp_path: Path, text: str = TEXT) -> Roster:
     path = tmp_path / "fleet.toml"
     path.write_text(text, encoding="utf-8")
     return Roster.load(path)
+
+
+def card_with(compatibility: Compatibility) -> Card:
+    offering = ModelOffering(
+        model_id="m",
+        role="worker",
+        quantization="",
+        tokens_per_second=0.0,
+        fingerprint=compatibility.fingerprint(),
+        tenant=compatibility.tenant_namespace,
+        compatibility=asdict(compatibility),
+    )
+    return msgspec.structs.replace(open_card(card_blob("box")), models=(offering,))
 
 
 def test_who_is_admitted(tmp_path: Path) -> None:
@@ -97,6 +112,25 @@ def test_what_is_refused(tmp_path: Path) -> None:
     assert access.refusal("box", ("worker",), lookup) == "", "a lookup is answered, with nothing"
     assert access.refusal("chat", ("client",), GetStatus()) == ""
     assert access.refusal("chat", ("client",), lookup) == CLIENTS_ONLY_ASK
+
+
+def test_a_primary_serves_the_nodes_of_its_tenant_and_clients(tmp_path: Path) -> None:
+    access = Access()
+    access.roster = roster(tmp_path)
+    bodies = (CreateSession(), GetRequests(count=1))
+    assert [access.refusal("box", ("worker",), body) for body in bodies] == ["", ""], "its model is not loaded yet"
+    access.learn_tuple(asdict(TUPLE))
+    access.learn(card_with(replace(TUPLE, tenant_namespace="blue")))
+    for body in bodies:
+        assert access.refusal("mac", ("primary",), body) == ""
+        for roles in (("worker",), ("client",)):
+            assert access.refusal("box", roles, body) == FOREIGN_TENANT, "listed, for no tenant"
+        assert access.refusal("chat", ("client",), body) == ""
+    assert access.refusal("box", ("worker",), GetStatus()) == ""
+    access.roster = roster(tmp_path, TEXT.replace('tenants = ["red"]', 'tenants = ["blue"]'))
+    assert access.refusal("mac", ("primary",), CreateSession()) == FOREIGN_TENANT
+    access.roster = None
+    assert access.refusal("box", ("worker",), CreateSession()) == ""
 
 
 def test_a_quota_is_for_all_namespaces_of_a_tenant(tmp_path: Path) -> None:
