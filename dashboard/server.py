@@ -6,11 +6,13 @@ import errno
 import ipaddress
 import socket
 import threading
+import time
 from typing import Any, Final
 
 from flask import Flask
 from waitress import create_server, wasyncore
 
+from dashboard.connections import ConnectionRules
 from dashboard.live_events import READERS_MAX
 from kakeya_zmq.io.sockets import Address
 from wire.errors import ConfigError, PortInUseError
@@ -18,6 +20,8 @@ from wire.errors import ConfigError, PortInUseError
 THREADS: Final = READERS_MAX + 8
 """Every live reader holds a thread; the others answer requests."""
 CONNECTIONS_MAX: Final = 256
+CONNECTIONS_OF_ADDRESS_MAX: Final = 192
+"""A proxy is one address for all of its readers."""
 HEADER_BYTES_MAX: Final = 32 * 1024
 REQUEST_BYTES_MAX: Final = 2 * 1024 * 1024
 """Cut here before anything is kept; each route has a smaller bound of its own."""
@@ -86,8 +90,13 @@ class WebServer:
 
     def _run(self) -> None:
         # One turn at a time, so that sockets are closed when no turn is using them.
+        rules = ConnectionRules(CONNECTIONS_OF_ADDRESS_MAX)
+        look_at = 0.0
         while not self._stopping.is_set():
             wasyncore.loop(timeout=TURN_S, use_poll=True, map=self._sockets, count=1)
+            if time.monotonic() >= look_at:
+                look_at = time.monotonic() + TURN_S
+                rules.enforce(self._server.active_channels.values(), time.monotonic())
 
 
 def _listen(address: Address) -> socket.socket:

@@ -249,10 +249,10 @@ class InferenceHost:
         refs = {part.meta.ref for part in parts}
         decoding = [model for model in self.models.values() if model.decode is not None and not model.closed]
         others = [model for model in self.models.values() if model not in decoding]
-        # What another session has, too, may be published on its behalf.
-        shared = {block.block_hash for model in others for block in self.blocks_of(model)}
+        # What another session has, too, may be published on its behalf, also a block of which it has the beginning only.
+        shared = {block.parent_hash for model in others for block in self.blocks_of(model)}
         for model in decoding:
-            own = {block.block_hash for block in self.blocks_of(model)} - shared
+            own = {block.block_hash for block in self.blocks_of(model) if block.parent_hash not in shared}
             assert not own & {ref.block_hash for ref in refs}, "nothing is published between first and last token"
         self.published |= refs
 
@@ -480,9 +480,12 @@ class InferenceHost:
         assert (self.engines, self.open, self.asks) == ({}, {}, {})
         assert self.service.deadline() is None
         assert self.store.stats().leases == 0
+        # What a session found prepared by one that does not publish, or that failed, is not its own to publish.
+        others = {block.block_hash for model in self.models.values() if not model.clean for block in self.blocks_of(model)}
         for model in self.models.values():
             if model.clean:
                 blocks = chain_of(np.array(model.history[:-1], np.int32)).blocks
                 for block in blocks:
                     ref = PartRef(block_hash=block.block_hash, kind=kinds_of(self.requirement)[0])
-                    assert block.token_count < BLOCK or ref in self.published, "what a session made is published"
+                    published = block.token_count < BLOCK or block.block_hash in others or ref in self.published
+                    assert published, "what a session made is published"
