@@ -60,12 +60,26 @@ class _Slot:
 
     def __init__(self, size_bytes: int) -> None:
         self.buffer = allocate(size_bytes)
+        self.taken = False
+        """Whether it holds a chunk that has not left yet."""
         self.tracker: zmq.MessageTracker | None = None
         self.watch: weakref.ref[memoryview] | None = None
 
     @property
     def free(self) -> bool:
-        return self.tracker is None or self.tracker.done
+        return not self.taken and (self.tracker is None or self.tracker.done)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A chunk that is ready to leave."""
+
+    chunk: _Chunk
+    packed: bytes
+    """Its header."""
+    slot: _Slot
+    view: memoryview
+    """The part of the slot that is its body."""
 
 
 class SenderLane(Lane):
@@ -93,7 +107,8 @@ class SenderLane(Lane):
         self._sealer: ChunkSealer
         self._source: _ChunkSource
         self._next: _Chunk | None = None
-        self._sealed: tuple[bytes, _Slot, memoryview] | None = None
+        self._sealed: deque[_Sealed] = deque()
+        """Chunks that are ready to leave: as many as slots allow, also before anybody has connected."""
         self._slots: list[_Slot] = []
         self._final_sent = False
 
@@ -213,14 +228,15 @@ class SenderLane(Lane):
                 if ok and not self._final_sent:
                     return False, "the receiver ended the transfer before everything was sent"
                 return ok, reason
-            self._next = self._next or self._source.next()
-            if self._next is not None and self._advance(self._next):
+            sealed, sent = self._seal_next(), self._send_sealed()
+            if sent:
                 self._made_progress()
+            if sealed or sent:
                 continue
             if self._watch.lost and not self._final_sent:
                 return False, CONNECTION_LOST
-            busy = self._next is not None or self._final_sent
-            if not self._wait(zmq.POLLOUT if self._sealed is not None else 0, timed=busy):
+            busy = self._next is not None or bool(self._sealed) or self._final_sent
+            if not self._wait(zmq.POLLOUT if self._sealed else 0, timed=busy):
                 return False, "the receiver did not take any more data in time"
 
     def _read_mailbox(self) -> None:
@@ -233,27 +249,38 @@ class SenderLane(Lane):
         if fed or earned_bytes:
             self._made_progress()
 
-    def _advance(self, chunk: _Chunk) -> bool:
-        """Seal and send the next chunk as far as possible; True if it left."""
-        if self._sealed is None:
-            slot = self._free_slot()
-            if slot is None or chunk.content_bytes > self._credit_bytes:
-                return False
-            packed = chunk.header.pack()
-            count = self._sealer.seal_into(packed, chunk.header.index, chunk.buffers, slot.buffer)
-            self._sealed = (packed, slot, slot.buffer[:count])
-        packed, slot, view = self._sealed
+    def _seal_next(self) -> bool:
+        """Seal the next chunk if there is one, a slot is free, and the credit lets it through; True if it was."""
+        self._next = self._next or self._source.next()
+        chunk = self._next
+        if chunk is None or chunk.content_bytes > self._credit_bytes:
+            return False
+        slot = self._free_slot()
+        if slot is None:
+            return False
+        packed = chunk.header.pack()
+        count = self._sealer.seal_into(packed, chunk.header.index, chunk.buffers, slot.buffer)
+        slot.taken = True
+        self._sealed.append(_Sealed(chunk, packed, slot, slot.buffer[:count]))
+        self._credit_bytes -= chunk.content_bytes
+        self._next = None
+        return True
+
+    def _send_sealed(self) -> bool:
+        """Send the oldest sealed chunk; False if there is none, the queue is full, or nobody has connected yet."""
+        if not self._sealed:
+            return False
         try:
-            self._socket.send(packed, zmq.DONTWAIT | zmq.SNDMORE)
+            self._socket.send(self._sealed[0].packed, zmq.DONTWAIT | zmq.SNDMORE)
         except zmq.Again:
-            return False  # queue full, or nobody has connected yet
+            return False
+        sealed = self._sealed.popleft()
+        chunk, slot, view = sealed.chunk, sealed.slot, sealed.view
         # The view dies when libzmq lets go of it, which wakes us if we wait for a slot.
         slot.watch = weakref.ref(view, lambda _: self._wake_up.notify())
         # Once the first frame is taken the second always is.
         slot.tracker = self._socket.send(view, copy=False, track=True)
-        self._sealed = None
-        self._next = None
-        self._credit_bytes -= chunk.content_bytes
+        slot.taken = False
         self._final_sent = chunk.header.final
         if chunk.header.kind is ChunkKind.DATA:
             self._transferred_bytes += chunk.content_bytes

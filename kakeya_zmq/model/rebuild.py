@@ -112,8 +112,10 @@ class _Plan:
         self._position = position
         self._filled: list[Span] = []
         """Token ranges that have been copied."""
-        rows = adapter.allocated_rows(position)
-        self.arrays = [blank((1, shape.heads, rows, shape.dim), shape.dtype) for shape in self._shapes]
+        self._rows = adapter.allocated_rows(position)
+        self.arrays = [blank((1, shape.heads, self._rows, shape.dim), shape.dtype) for shape in self._shapes]
+        self._targets: tuple[memoryview, ...] = ()
+        """The arrays' bytes, once they exist."""
 
     def put(self, part: RawPart) -> None:
         """Copy the canonical rows of one part into the (evaluated) arrays.
@@ -121,13 +123,14 @@ class _Plan:
         Raises:
             InvalidInput: some of its rows are there already.
         """
-        keys, values = (numpy_view(array)[0] for array in self.arrays)
+        if not self._targets:
+            self._targets = tuple(numpy_view(array).view(np.uint8).data.cast("B") for array in self.arrays)
         row = 0
         for start, end in self.adapter.canonical(self._position):
             first, last = max(start, part.start), min(end, part.start + part.token_count)
             if first < last:
                 self._claim(first, last)
-                self._copy_in(part, (first - part.start, last - part.start), (keys, values), row + first - start)
+                self._copy_in(part, (first - part.start, last - part.start), row + first - start)
             row += end - start
 
     def _claim(self, first: int, last: int) -> None:
@@ -149,18 +152,26 @@ class _Plan:
             if start < end:
                 raise InvalidInput(f"the {self.adapter.kind.name} part that starts at or covers {start} is missing")
 
-    def _copy_in(self, part: RawPart, wanted: Span, targets: tuple[npt.NDArray[Any], npt.NDArray[Any]], row: int) -> None:
+    def _copy_in(self, part: RawPart, wanted: Span, row: int) -> None:
+        """Copy rows [begin, end) of the part to ``row`` and behind it, in each head.
+
+        Byte views, not NumPy: a NumPy copy lets go of the GIL, and to get it back from the threads that receive takes longer
+        than copying the few rows of a part.
+        """
         at = self._token_offset * part.token_count
         begin, end = wanted
-        for shape, target in zip(self._shapes, targets, strict=True):
-            length = shape.row_bytes * part.token_count
-            source = np.frombuffer(part.payload[at : at + length], np.uint8)
-            rows = payload_rows(source, shape, part.token_count)
-            target[:, row : row + end - begin] = rows[:, begin:end]
-            at += length
+        for shape, target in zip(self._shapes, self._targets, strict=True):
+            row_bytes = shape.row_bytes // shape.heads
+            source_bytes, target_bytes = row_bytes * part.token_count, row_bytes * self._rows
+            for head in range(shape.heads):
+                source, to = at + head * source_bytes, head * target_bytes + row * row_bytes
+                length = (end - begin) * row_bytes
+                target[to : to + length] = part.payload[source + begin * row_bytes : source + end * row_bytes]
+            at += shape.row_bytes * part.token_count
 
     def restore(self) -> None:
         keys, values = (finish(array, shape.dtype) for array, shape in zip(self.arrays, self._shapes, strict=True))
+        self._targets = ()
         self.arrays = []  # so that the cache alone owns the memory and MLX can update it in place
         self.adapter.restore(self.cache, keys, values, self._position)
 

@@ -39,6 +39,7 @@ from kakeya_zmq.engine import (
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.early_import import EarlyImport
 from kakeya_zmq.protocol.effects import (
+    AskProgressed,
     CancelCommand,
     CommandEnded,
     CommandEvent,
@@ -75,7 +76,7 @@ from kakeya_zmq.protocol.prepare_values import (
 from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import LocalProtocolError
-from wire.messages import Explanation, PartMeta, PrefillPolicy, SourceKind
+from wire.messages import Explanation, PartMeta, PrefillPolicy, SourceKind, TransferGrant
 
 __all__ = [
     "TRANSITIONS",
@@ -302,16 +303,21 @@ class PromptPreparation:
                 return []
         arrived = event.parts if isinstance(event, PartsReceived) else ()
         if self.phase is Phase.GATHER:
-            effects += self._import_early(gathering.aim if gathering is not None else None, arrived)
+            granted = isinstance(event, AskProgressed) and isinstance(event.body, TransferGrant)
+            effects += self._import_early(gathering.aim if gathering is not None else None, arrived, begin=granted)
             effects += self._after_gather(now)
         elif self.phase is Phase.OFFLOAD:
             effects += self._import_early(self._offload.aim, arrived)
             effects += self._after_offload(now)
         return effects
 
-    def _import_early(self, aim: Reach | None, arrived: Sequence[Part]) -> list[Effect]:
-        """Copy into the engine what is at hand already, once something has come that has to be waited for."""
-        if aim is None or aim.position <= self.position or not arrived:
+    def _import_early(self, aim: Reach | None, arrived: Sequence[Part], *, begin: bool = False) -> list[Effect]:
+        """Copy into the engine what is at hand already, once something has come that has to be waited for.
+
+        Args:
+            begin: a peer is about to send: the engine makes room while the connection is being made.
+        """
+        if aim is None or aim.position <= self.position or not (arrived or begin):
             return []
         return self._early.follow(aim, arrived)
 
