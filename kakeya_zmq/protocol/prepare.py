@@ -39,7 +39,6 @@ from kakeya_zmq.engine import (
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.early_import import EarlyImport
 from kakeya_zmq.protocol.effects import (
-    AskProgressed,
     CancelCommand,
     CommandEnded,
     CommandEvent,
@@ -76,7 +75,7 @@ from kakeya_zmq.protocol.prepare_values import (
 from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import LocalProtocolError
-from wire.messages import Explanation, PartMeta, PrefillPolicy, SourceKind, TransferGrant
+from wire.messages import Explanation, PartMeta, PrefillPolicy, SourceKind
 
 __all__ = [
     "TRANSITIONS",
@@ -270,6 +269,7 @@ class PromptPreparation:
             self._enter(Phase.GATHER)
             self._gathering = Gathering(task, holdings, self._ids, self._rates, self._hash_tail, floor)
             effects = self._gathering.start(now)
+            effects += self._import_early(self._gathering.aim, ())
             return [*effects, *self._after_gather(now)]
         return self._begin_offload(now)
 
@@ -303,21 +303,20 @@ class PromptPreparation:
                 return []
         arrived = event.parts if isinstance(event, PartsReceived) else ()
         if self.phase is Phase.GATHER:
-            granted = isinstance(event, AskProgressed) and isinstance(event.body, TransferGrant)
-            effects += self._import_early(gathering.aim if gathering is not None else None, arrived, begin=granted)
+            effects += self._import_early(gathering.aim if gathering is not None else None, arrived)
             effects += self._after_gather(now)
         elif self.phase is Phase.OFFLOAD:
             effects += self._import_early(self._offload.aim, arrived)
             effects += self._after_offload(now)
         return effects
 
-    def _import_early(self, aim: Reach | None, arrived: Sequence[Part], *, begin: bool = False) -> list[Effect]:
-        """Copy into the engine what is at hand already, once something has come that has to be waited for.
+    def _import_early(self, aim: Reach | None, arrived: Sequence[Part]) -> list[Effect]:
+        """Copy into the engine what is at hand already.
 
-        Args:
-            begin: a peer is about to send: the engine makes room while the connection is being made.
+        A fetch begins it: the engine makes room while the connection is being made. In a job it begins when something has
+        come, which may be long after.
         """
-        if aim is None or aim.position <= self.position or not (arrived or begin):
+        if aim is None or aim.position <= self.position or not (arrived or self.phase is Phase.GATHER):
             return []
         return self._early.follow(aim, arrived)
 
