@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any, Final
 from kakeya_zmq.audit import AUDIT_FILE, old_files, parse_entry, read_entries
 from kakeya_zmq.config import kakeya_home
 from wire.errors import InvalidInput
+from wire.text import clean, json_text
 
 POLL_SECONDS: Final = 0.5
 
@@ -65,7 +65,8 @@ def node_folders(node_ids: tuple[str, ...]) -> list[Path]:
 
 
 def _print(entry: dict[str, Any], as_json: bool) -> None:
-    print(json.dumps(entry, ensure_ascii=False) if as_json else _as_text(entry), flush=True)
+    # What is in the file may have been written by an older version, or by others.
+    print(json_text(entry) if as_json else clean(_as_text(entry)), flush=True)
 
 
 def _as_text(entry: dict[str, Any]) -> str:
@@ -74,8 +75,7 @@ def _as_text(entry: dict[str, Any]) -> str:
         parts.append(f"({entry['node_id']})")
     if entry.get("suppressed"):
         parts.append(f"and {entry['suppressed']} more since")
-    # A log that others wrote must not steer the terminal.
-    return "  ".join("".join(each if each.isprintable() else "?" for each in part) for part in parts)
+    return "  ".join(parts)
 
 
 class _Tail:

@@ -1,4 +1,4 @@
-"""A note of where a node's event bus listens, so that dashboard and monitor find the nodes of this machine by themselves.
+"""A note of where a node and its event bus listen, so that status, dashboard and monitor find the nodes of this machine.
 
 ``run/NODE.bus`` under the home, for its owner only, is there while the node serves. What a killed process leaves behind
 names a process that is gone, and is passed over by readers (:mod:`dashboard.discovery`).
@@ -10,11 +10,16 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import psutil
 
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.errors import ConfigError
+
+CLOCK_GRAIN_SECONDS = 1.0
+"""A process that began later than its note was written has only inherited the number."""
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +42,8 @@ class BusNote:
         address = self._address(facts)
         if address is None:
             return
-        text = json.dumps({"pid": os.getpid(), "node_id": self._node_id, "bus_address": str(address)})
+        known = {"address": str(facts["address"])} if "address" in facts else {}
+        text = json.dumps({"pid": os.getpid(), "node_id": self._node_id, "bus_address": str(address), **known})
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,3 +70,17 @@ class BusNote:
             return Address(parse_address(self._bus_bind or str(facts.get("address"))).host, port)
         except ConfigError:
             return None
+
+
+def nodes_here(home: Path) -> tuple[str, ...]:
+    """Control addresses, ``host:port``, of the nodes that serve on this machine now, however they were started; by name."""
+    return tuple(_served(home / "run"))
+
+
+def _served(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.glob("*.bus")):
+        # Whatever cannot be read is left out: notes come and go while nodes start and end.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, ConfigError, psutil.Error):
+            note = json.loads(path.read_text(encoding="utf-8"))
+            if psutil.Process(int(note["pid"])).create_time() <= path.stat().st_mtime + CLOCK_GRAIN_SECONDS:
+                yield str(parse_address(note["address"]))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from daemons.addresses import check_addresses
 from daemons.engine_host import model_folder, need_model_libraries, parse_assertions
 from kakeya_zmq.codecs.registry import storage_codec
-from kakeya_zmq.config import Settings
-from kakeya_zmq.io.sockets import parse_address, parse_port_range
+from kakeya_zmq.config import ResolvedSettings
 from kakeya_zmq.model.loader import read_config
 from kakeya_zmq.roster import Roster
 from wire.keyring import KeyRing
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(resolved: ResolvedSettings) -> None:
     """Read what a daemon with these settings would read first; nothing is made, bound or loaded.
 
     Raises:
@@ -21,14 +21,11 @@ def check_settings(settings: Settings) -> None:
         SecretFileError: the PSK is missing, unreadable, too short or readable by others.
         ModelError: there is no usable model folder, or no MLX.
     """
+    settings = resolved.settings
     KeyRing.load(Path(settings.fleet_psk_file))
     if (roster := Path(settings.roster_file)).exists():
         Roster.load(roster)
-    for text in (settings.bind, settings.bus_bind, settings.advertise, *settings.peer):
-        if text:
-            parse_address(text)
-    if settings.bulk_ports:
-        parse_port_range(settings.bulk_ports)
+    check_addresses(resolved)
     if settings.role != "cache":
         need_model_libraries()
         read_config(model_folder(settings))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from daemons.console import Console, command_name, fail
 from daemons.dashboard_flags import add_dashboard_commands
+from daemons.log_files import guard_stray_lines
 from daemons.operation_flags import add_operation_commands
 from daemons.top_command import add_top_command
 from kakeya_zmq import __version__
@@ -75,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Asked to stop by a service manager or a closed terminal: clean up as for Ctrl-C. Daemons set handlers of their own.
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, _interrupt)
+        guard_stray_lines()
         code: int = options.run(options)
         return code
     except KeyboardInterrupt:
@@ -191,7 +193,7 @@ def _add_fleet_commands(commands: Any) -> None:
         "examples:\n  kakeya status\n  kakeya status --address 192.168.1.20:51051 --json\n",
     )
     status.add_argument(
-        "--address", action="append", default=[], metavar="HOST:PORT", help="a node to ask (default: the local fleet)"
+        "--address", action="append", default=[], metavar="HOST:PORT", help="a node to ask (default: those of this machine)"
     )
     _psk_flag(status)
     _json_flag(status)
@@ -446,16 +448,19 @@ def _run_daemon(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from daemons.addresses import check_addresses
     from daemons.run import run_daemon, set_up_logging
     from kakeya_zmq.config import find_config_file, resolve_settings
 
     flags = {option.name: getattr(options, option.name) for option in options_for(options.role)}
-    settings = resolve_settings(options.role, flags, file=find_config_file(options.config)).settings
+    resolved = resolve_settings(options.role, flags, file=find_config_file(options.config))
+    settings = resolved.settings
     if options.check_settings:
         from daemons.check import check_settings
 
-        check_settings(settings)
+        check_settings(resolved)
         return EXIT_OK
+    check_addresses(resolved)
     set_up_logging(settings.log_level, settings.log_format)
     match options.role:
         case "primary":
@@ -493,7 +498,8 @@ def _run_demo(options: argparse.Namespace) -> int:
     if not options.once:
         _start_dashboard(console, ephemeral=options.ephemeral)
         name = command_name()
-        console.say(f"\nthe fleet keeps running: try `{name} status`, `{name} chat`; `{name} down` stops it")
+        console.say("")
+        console.say(f"the fleet keeps running: try `{name} status`, `{name} chat`; `{name} down` stops it")
     if options.json:
         console.result(outcome.as_json())
     return EXIT_OK if outcome.ok else EXIT_FAILED
@@ -639,9 +645,12 @@ def _run_revoke(options: argparse.Namespace) -> int:
     if told.addresses:
         console.say(f"told {', '.join(told.addresses)}; it spreads from there")
     else:
-        console.say("no node was reached: it spreads when the node that signed is started")
+        console.say(f"no node was reached: {told.revocation.issuer_id} spreads it, when it runs")
+    for line in told.unreached:
+        console.say(f"not told: {line}")
     if options.json:
-        console.result({"node_id": options.node, "public_key": key, "told": list(told.addresses)})
+        found = {"node_id": options.node, "public_key": key, "told": list(told.addresses), "not_told": list(told.unreached)}
+        console.result(found)
     return EXIT_OK
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from daemons.addresses import check_addresses
 from daemons.console import Console
 from kakeya_zmq.config import ResolvedSettings, find_config_file, resolve_settings
 from kakeya_zmq.options import ALL_ROLES, OPTIONS, Option, options_for
@@ -33,6 +34,7 @@ def show_config(console: Console, roles: Sequence[str], config: str) -> int:
     console.say(f"configuration file: {file if file is not None else 'none'}")
     for role in roles or ALL_ROLES:
         resolved = resolve_settings(role, {}, file=file)
+        check_addresses(resolved)
         rows = effective(role, resolved)
         console.table(role, ("setting", "value", "from"), [(name, _shown(value), origin) for name, value, origin in rows])
         answers[role] = {name: {"value": value, "from": origin} for name, value, origin in rows}

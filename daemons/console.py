@@ -1,12 +1,13 @@
 """What the ``kakeya`` command shows: lines, tables, progress, streamed text.
 
 With ``--json`` everything for people goes to standard error, so that standard output holds the JSON object alone.
+
+Much of it was written by other nodes, so all of it passes through :mod:`wire.text` here, and nothing is read as markup.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,9 @@ from pathlib import Path
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
+
+from wire.text import clean, clean_prose, json_text
 
 
 class _Output(RichConsole):
@@ -29,43 +33,44 @@ class Console:
 
     def __init__(self, *, json_mode: bool = False) -> None:
         self.json_mode = json_mode
-        self._rich = _Output(stderr=json_mode, highlight=False, soft_wrap=True)
+        self._rich = _Output(stderr=json_mode, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
     def say(self, text: str) -> None:
-        """One line."""
-        self._rich.print(text, markup=False)
+        """One line, also when ``text`` has line ends."""
+        self._rich.print(clean(text))
 
     def stream(self, piece: str) -> None:
-        """Text as it comes, without a line end of its own."""
+        """Prose as it comes, without a line end of its own."""
         if piece:
-            self._rich.print(piece, end="", markup=False)
+            self._rich.print(clean_prose(piece), end="")
             self._rich.file.flush()
 
     def table(self, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title=title or None, title_justify="left")
+        # As Text: a table would read markup in a plain string whatever the console says.
+        table = Table(title=Text(clean(title)) if title else None, title_justify="left")
         for index, head in enumerate(heads):
-            table.add_column(head, justify="left" if index == 0 else "right")
+            table.add_column(Text(clean(head)), justify="left" if index == 0 else "right", overflow="fold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(clean(cell)) for cell in row))
         self._rich.print(table)
 
     def result(self, value: object) -> None:
         """The JSON object of ``--json``: the last line of standard output."""
-        sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+        sys.stdout.write(json_text(value) + "\n")
         sys.stdout.flush()
 
     @contextlib.contextmanager
     def progress(self, what: str) -> Iterator[Callable[[float, float], None]]:
         """A bar while a long step runs: call it with (done, total). Silent where there is no terminal."""
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
         with Progress(*columns, console=self._rich, transient=True, disable=not self._rich.is_terminal) as bar:
-            task = bar.add_task(what, total=None)
+            task = bar.add_task(clean(what), total=None)
 
             def show(done: float, total: float) -> None:
                 bar.update(task, completed=int(done), total=int(total))
@@ -85,5 +90,5 @@ def command_name() -> str:
 
 def fail(message: str) -> None:
     """The one line an error gets."""
-    sys.stderr.write(f"kakeya: {message}\n")
+    sys.stderr.write(f"kakeya: {clean(message)}\n")
     sys.stderr.flush()

@@ -153,6 +153,7 @@ class Dispatcher:
             roles=tuple(incoming.peer.roles),
             body=incoming.body,
             deadline=incoming.deadline,
+            identity_public_key=incoming.peer.identity_public_key,
         )
         try:
             self.feed(machine, event)

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 from kakeya_zmq.audit import AuditLog
+from kakeya_zmq.file_lock import locked
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.revocation import RevocationBook
+from kakeya_zmq.revocation_file import REVOCATIONS_FILE, load_revocations, save_revocations
 from kakeya_zmq.roster import Access, Roster
 from wire.errors import ConfigError
-from wire.keys import write_secret_file
-from wire.limits import REVOCATION_BYTES_MAX, REVOCATIONS_MAX
+from wire.revocations import Revocation
 
-REVOCATIONS_FILE: Final = "revocations.json"
-FILE_BYTES_MAX: Final = REVOCATIONS_MAX * (2 * REVOCATION_BYTES_MAX + 8)
 LOOK_S: Final = 1.0
 REVOKED_HERE: Final = "the identity key of the node is revoked"
 OFF_ROSTER: Final = "the roster does not admit the node any more"
+LAPSED: Final = "a revocation does not count any more: who made it is no administrator of the roster"
+MADE_ROOM: Final = "a revocation does not count any more: it made room for others"
+FINGERPRINT_DIGITS: Final = 16
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +68,10 @@ class Entitlement:
         self._roster_seen = _look(roster_file)
         if self._roster_seen is not None:
             self._use(Roster.load(roster_file))
-        self.revocations = RevocationBook(self._may_revoke, load_revocations(folder), bound=self._is_bound)
+        self.revocations = RevocationBook(self._may_revoke, valid=self._still_valid, bound=self._is_bound)
+        for reason in self.revocations.merge_own(load_revocations(folder)).refused:
+            refused(reason)
+        self._revocations_seen = _look(folder / REVOCATIONS_FILE)
         for key in self.revocations.revoked_keys:
             identities.revoke(key)
         self._known_seen = _look(folder / KNOWN_NODES_FILE)
@@ -78,43 +82,102 @@ class Entitlement:
         reactor.add_deadline_source(lambda: self._next_look, self._watch)
 
     def merge(self, blobs: Iterable[bytes]) -> None:
-        """Revocations that somebody told: what is new and right counts from now on.
-
-        A key whose revocation made room for another stays refused until this node is started again.
-        """
+        """Revocations that somebody told: what is new and right counts from now on."""
+        before = self.revocations.blobs()
         merged = self.revocations.merge(blobs)
         for reason in merged.refused:
             self._refused(reason)
-        for revocation in merged.revoked:
-            self._identities.revoke(revocation.identity_public_key)
-            self._audit.write("revoked", f"revoked by {revocation.issuer_id}", subject=revocation.node_id)
-            self._expel(revocation.identity_public_key, revocation.node_id, REVOKED_HERE)
-        if merged.revoked:
-            try:
-                save_revocations(self._folder, self.revocations.blobs())
-            except ConfigError as error:
-                # It counts for this run; the next exchange after a restart brings it back.
-                _log.error("revocations cannot be kept: %s", error)
+        self._now_revoked(merged.revoked)
+        self._now_reinstated(merged.reinstated, MADE_ROOM)
+        if self.revocations.blobs() != before:
+            self._exchange_with_file(write=True)
+
+    @property
+    def known_written(self) -> Collection[str]:
+        """Who was in the file of known nodes when it was read or written last."""
+        return self._known
 
     def known_saved(self) -> None:
-        """The node itself has just written its file of known nodes."""
+        """The node itself has just written its file of known nodes, and still holds the lock."""
         self._known_seen = _look(self._folder / KNOWN_NODES_FILE)
         self._known = set(self._identities.nodes())
+
+    def forget(self, node_ids: Iterable[str]) -> None:
+        """The administrator has taken these out of the file of known nodes."""
+        for node_id in sorted(node_ids):
+            if self._identities.forget(node_id):
+                self._audit.write("key", "the key of a node was forgotten by the administrator", subject=node_id)
+                self._forgotten(node_id)
 
     def stop(self) -> None:
         self._next_look = float("inf")
 
-    # --- files -------------------------------------------------------------------------------------------------------
+    # --- revocations -----------------------------------------------------------------------------------------------
 
     def _may_revoke(self, issuer: bytes) -> bool:
         roster = self.access.roster
-        return roster.may_revoke(issuer) if roster is not None else self._identities.holds(issuer)
+        if roster is not None:
+            return roster.may_revoke(issuer)
+        # A revoked key may have been bound elsewhere only: all nodes have to come to the same.
+        return self._identities.knows(issuer) or issuer in self.revocations
+
+    def _still_valid(self, issuer: bytes) -> bool:
+        roster = self.access.roster
+        return roster is None or roster.may_revoke(issuer)
 
     def _is_bound(self, public_key: bytes) -> bool:
         """Whether a node is known under this key, by the roster or because it was seen; also when the key is revoked."""
+        return self._identities.knows(public_key) or bool(self._listed_names(public_key))
+
+    def _listed_names(self, public_key: bytes) -> tuple[str, ...]:
         roster = self.access.roster
-        listed = roster is not None and any(node.public_key == public_key for node in roster.nodes.values())
-        return listed or self._identities.holds(public_key) or public_key in self._identities.nodes().values()
+        nodes = roster.nodes.items() if roster is not None else ()
+        return tuple(node_id for node_id, node in nodes if node.public_key == public_key)
+
+    def _names_of(self, public_key: bytes) -> tuple[str, ...]:
+        """The names a key is known under here, whatever others say of it."""
+        return tuple(dict.fromkeys((*self._listed_names(public_key), *self._identities.names_of(public_key))))
+
+    def _shown(self, public_key: bytes) -> str:
+        names = self._names_of(public_key)
+        return ", ".join(names[:4]) if names else f"the unknown key {public_key.hex()[:FINGERPRINT_DIGITS]}"
+
+    def _now_revoked(self, revocations: Iterable[Revocation]) -> None:
+        for revocation in revocations:
+            key = revocation.identity_public_key
+            self._identities.revoke(key)
+            by = self._shown(revocation.issuer_public_key)
+            names = self._names_of(key)
+            for name in names:
+                self._audit.write("revoked", f"revoked by {by}", subject=name)
+            if not names:
+                self._audit.write("revoked", f"{self._shown(key)} is revoked by {by}")
+            for name in names or ("",):
+                self._expel(key, name, REVOKED_HERE)
+
+    def _now_reinstated(self, keys: Iterable[bytes], why: str) -> None:
+        for key in keys:
+            self._identities.reinstate(key)
+            for name in self._names_of(key) or ("",):
+                self._audit.write("revoked", why, subject=name)
+
+    def _exchange_with_file(self, *, write: bool) -> None:
+        """Take what somebody else has put into the file of revocations, and write down what it lacks."""
+        try:
+            with locked(self._folder):
+                merged = self.revocations.merge_own(load_revocations(self._folder))
+                if write:
+                    save_revocations(self._folder, self.revocations.blobs())
+                self._revocations_seen = _look(self._folder / REVOCATIONS_FILE)
+        except (ConfigError, OSError) as error:
+            # They count for this run; the next exchange after a restart brings them back.
+            self._revocations_seen = _look(self._folder / REVOCATIONS_FILE)
+            _log.error("revocations cannot be kept: %s", error)
+            return
+        self._now_revoked(merged.revoked)
+        self._now_reinstated(merged.reinstated, MADE_ROOM)
+
+    # --- files -------------------------------------------------------------------------------------------------------
 
     def _use(self, roster: Roster | None) -> None:
         self.access.roster = roster
@@ -124,6 +187,8 @@ class Entitlement:
         self._next_look = now + LOOK_S
         self._watch_roster()
         self._watch_known_nodes()
+        if (seen := _look(self._folder / REVOCATIONS_FILE)) is not None and seen != self._revocations_seen:
+            self._exchange_with_file(write=False)
 
     def _watch_roster(self) -> None:
         seen = _look(self._roster_file)
@@ -149,6 +214,9 @@ class Entitlement:
             listed = roster.nodes.get(node_id)
             if listed is None or listed.public_key != key:
                 self._expel(key, node_id, OFF_ROSTER)
+        revoked, reinstated = self.revocations.judge_again()
+        self._now_revoked(revoked)
+        self._now_reinstated(reinstated, LAPSED)
 
     def _watch_known_nodes(self) -> None:
         seen = _look(self._folder / KNOWN_NODES_FILE)
@@ -161,40 +229,7 @@ class Entitlement:
             _log.error("the file of known nodes is not read again: %s", error)
             return
         gone, self._known = self._known - kept.keys(), set(kept)
-        for node_id in sorted(gone):
-            if self._identities.forget(node_id):
-                self._audit.write("key", "the key of a node was forgotten by the administrator", subject=node_id)
-                self._forgotten(node_id)
-
-
-def load_revocations(folder: Path) -> tuple[bytes, ...]:
-    """The signed revocations a node keeps; none when there is no file.
-
-    Raises:
-        ConfigError: the file is damaged. It is not ignored: a revoked key would be taken again.
-    """
-    path = folder / REVOCATIONS_FILE
-    try:
-        with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
-        rows = json.loads(data)
-        if not isinstance(rows, list):
-            raise ValueError
-        return tuple(bytes.fromhex(row) for row in rows)
-    except FileNotFoundError:
-        return ()
-    except (OSError, ValueError, TypeError, RecursionError):
-        raise ConfigError(f"{path} is damaged", remedy="repair it, or remove it to revoke anew") from None
-
-
-def save_revocations(folder: Path, blobs: Iterable[bytes]) -> None:
-    """Replace the file as a whole, mode 0600.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    text = json.dumps([blob.hex() for blob in blobs], indent=0)
-    write_secret_file(folder / REVOCATIONS_FILE, text.encode("ascii") + b"\n", replace=True)
+        self.forget(gone)
 
 
 def _look(path: Path) -> tuple[int, int, int] | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -18,11 +17,33 @@ import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from wire.text import clean, json_text
 
 KEPT: Final = 3
 """Old files: NAME.1 (the newest) to NAME.3."""
 CHECK_SECONDS: Final = 5.0
+
+
+class HumanFormatter(logging.Formatter):
+    """Time, level and text on one line, which nobody's text can break or forge; a traceback is indented below it."""
+
+    def __init__(self, layout: str = "%(asctime)s %(levelname)s %(message)s") -> None:
+        super().__init__(layout)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return clean(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return _indented(super().formatException(ei))
+
+    def formatStack(self, stack_info: str) -> str:
+        return _indented(super().formatStack(stack_info))
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"    {clean(line)}" for line in text.split("\n"))
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,15 +58,21 @@ class JsonFormatter(logging.Formatter):
             "process": record.process,
             "text": record.getMessage(),
         }
-        return json.dumps(line, ensure_ascii=False)
+        return json_text(line)
 
 
 def set_up_logging(level: str, log_format: str = "human") -> None:
     """One line an event, on standard error. No line holds prompts, tokens, hashes, keys."""
     handler = logging.StreamHandler(sys.stderr)
-    human = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    handler.setFormatter(JsonFormatter() if log_format == "json" else human)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else HumanFormatter())
     logging.basicConfig(level=getattr(logging, level.upper()), handlers=[handler], force=True)
+
+
+def guard_stray_lines() -> None:
+    """Of a command that sets up no log: what a library of it says anyway goes to standard error, a line each, cleaned."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(HumanFormatter("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 class LogRotation:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kakeya_zmq.config import kakeya_home
 from wire.errors import ConfigError
+from wire.text import clean
 
 POLL_SECONDS = 0.2
 READ_BYTES_MAX = 1 << 20
@@ -92,4 +93,5 @@ def new_lines(log: Followed) -> Iterator[str]:
 
 
 def _print(name: str, line: str, *, several: bool) -> None:
-    sys.stdout.write(f"{name}: {line}\n" if several else f"{line}\n")
+    # Whatever a library, or a daemon of an older version, has written there.
+    sys.stdout.write(clean(f"{name}: {line}" if several else line) + "\n")

@@ -147,7 +147,7 @@ class Membership:
         Raises:
             RemoteProtocolError: its digest is broken.
         """
-        self._tell(dm.CardsArrived(body.cards, body.ages_ms, time.time()))
+        self._tell(dm.CardsArrived(body.cards, body.ages_ms, time.time(), incoming.peer.node_id))
         self._take_revocations(body.revocations)
         cards, ages, wanted, more = self.directory.answer(
             body.known, incoming.peer.node_id, self._reactor.clock(), incarnation=incoming.peer.incarnation
@@ -165,7 +165,8 @@ class Membership:
 
     def forget(self, node_id: str) -> None:
         """Take whatever key comes next for a node id."""
-        self.directory.forget(node_id)
+        for effect in self.directory.forget(node_id):
+            self._carry_out(effect)
 
     def _take_revocations(self, blobs: tuple[bytes, ...]) -> None:
         if blobs:
@@ -386,11 +387,11 @@ def parse_endpoint(text: str) -> Endpoint:
     network, _, priority = rest.partition("/")
     network = network or "lan"
     if network not in DEFAULT_PRIORITIES:
-        raise ConfigError(f"--endpoint {text[:80]!r}: no such network", remedy=f"one of: {', '.join(DEFAULT_PRIORITIES)}")
+        raise ConfigError(f"no such network: {text[:80]!r}", remedy=f"one of: {', '.join(DEFAULT_PRIORITIES)}")
     usable = not priority or (priority.isascii() and priority.isdigit() and int(priority) <= PRIORITY_MAX)
     if not usable:
-        raise ConfigError(f"--endpoint {text[:80]!r}: not a priority", remedy=f"a whole number up to {PRIORITY_MAX}")
+        raise ConfigError(f"not a priority: {text[:80]!r}", remedy=f"a whole number up to {PRIORITY_MAX}")
     parsed = parse_address(address)
     if parsed.port == 0:
-        raise ConfigError(f"--endpoint {text[:80]!r} has no port", remedy="write the port of --bind")
+        raise ConfigError(f"no port: {text[:80]!r}", remedy="write the port of --bind")
     return Endpoint(address=str(parsed), network=network, priority=int(priority or DEFAULT_PRIORITIES[network]))

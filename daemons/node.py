@@ -61,6 +61,7 @@ from wire.keyring import KeyFile
 from wire.keys import FleetKey, NodeIdentity
 from wire.limits import NAME_CHARACTERS_MAX, TEXT_CHARACTERS_MAX, check_limits
 from wire.messages import ExchangeCards, GetRequests, GetStatus, Status
+from wire.text import clean
 
 _log = logging.getLogger(__name__)
 
@@ -169,19 +170,20 @@ class Node:
         self.askers = Askers()
         self.membership.restarted.append(self.askers.end_older)
         self.membership.noticed += [self.telemetry.security, self._noticed]
-        self.membership.cards_taken.append(self.security.entitlement.access.learn)
+        access = self.security.entitlement.access
+        self.membership.cards_taken.append(access.learn)
+        self.membership.gone.append(access.forget)
         self.membership.revocations = self.security.entitlement.revocations
         self.membership.revocations_told = self.security.entitlement.merge
         self.peers, self.directory = self.membership.peers, self.membership.directory
         self.dispatcher = Dispatcher(reactor, find_client=self.peers.find, count=self.counters.add, note=self.note)
         self.dispatcher.observe = self.telemetry.observe
         self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes, quota_bytes=self._quota_bytes)
+        access.is_held = self.store.holds_namespace
         if settings.adaptive_cache:
             budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
             self.sections.append(budget.section)
-        self.cache_service = CacheService(
-            self.store, lanes=self.ids.lane, has_aes=self.has_aes, hides=self.security.entitlement.access.hides
-        )
+        self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes, hides=access.hides)
         self.endpoints = KeyedEndpoints(
             reactor,
             keys.fleet_keys,
@@ -219,7 +221,7 @@ class Node:
             local=self.local,
             fleet_key=key,
             on_request=self._request,
-            on_refused=self._refused,
+            on_refused=lambda reason, node_id: self._refused(reason, subject=node_id),
             on_peer_up=self._asker_up,
             on_name_taken=self._name_taken,
             bus_port=bus_port,
@@ -239,7 +241,7 @@ class Node:
         self.endpoints.expel(identity_public_key, reason)
         self.membership.expel(identity_public_key, node_id, reason)
         self.telemetry.security(SecurityKind.NODE_REVOKED, reason, node_id)
-        self.note("warning", f"{node_id}: {reason}")
+        self.note("warning", f"{node_id or 'a node that is not known here'}: {reason}")
 
     def _roster_section(self) -> tuple[str, dict[str, Value]]:
         entitlement = self.security.entitlement
@@ -324,7 +326,8 @@ class Node:
     def note(self, level: str, text: str) -> None:
         """Remember and log one noteworthy event; repetitions within a short time are only counted."""
         now = self.reactor.clock()
-        line = text[:TEXT_CHARACTERS_MAX]
+        # Much of it was written by others: a peer's name, its reason, its error.
+        line = clean(text)[:TEXT_CHARACTERS_MAX]
         if now - self._note_times.get(line, float("-inf")) < NOTE_REPEAT_SECONDS:
             self.counters.add("notes_repeated")
             return
@@ -335,10 +338,10 @@ class Node:
         _log.log({"info": logging.INFO, "warning": logging.WARNING}.get(level, logging.ERROR), "%s", line)
         self.telemetry.note(level, line)
 
-    def _refused(self, reason: str, kind: SecurityKind = SecurityKind.CONNECTION_REFUSED) -> None:
+    def _refused(self, reason: str, kind: SecurityKind = SecurityKind.CONNECTION_REFUSED, *, subject: str = "") -> None:
         self.counters.add("connections_refused")
-        self.security.count_refusal(reason)
-        self.telemetry.security(kind, reason)
+        self.security.count_refusal(reason, subject=subject)
+        self.telemetry.security(kind, reason, subject)
         self.note("warning", reason)
 
     # --- requests ------------------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class Primary:
             fingerprint=fingerprint,
             policy=policy,
             publish=options.publish,
-            caches=self._caches(cards, set(options.exclude_nodes)),
+            caches=self._caches(cards, set(options.exclude_nodes), now),
             workers=workers,
             settings=self._preparation_settings(),
             hints=hints,
@@ -302,9 +302,14 @@ class Primary:
         client = self.node.peers.find(node_id)
         return client is not None and _is_loopback(client.host)
 
-    def _caches(self, cards: list[Card], excluded: set[str]) -> tuple[PeerView, ...]:
-        """Nodes that hold something, as their cards tell, and those of --cache-peer, whatever their cards tell."""
-        names = [card.node_id for card in cards if card.cache is not None and card.cache.entry_count > 0]
+    def _caches(self, cards: list[Card], excluded: set[str], now: float) -> tuple[PeerView, ...]:
+        """Nodes that hold something, as their cards tell or they said themselves since, and those of --cache-peer, whatever
+        their cards tell."""
+        names = [
+            card.node_id
+            for card in cards
+            if card.cache is not None and (card.cache.entry_count > 0 or self._took_since_card(NodeId(card.node_id), now))
+        ]
         names += [name for name in self.node.peers.in_role("cache") if name not in excluded and name not in names]
         return tuple(
             PeerView(
@@ -314,6 +319,12 @@ class Primary:
             )
             for name in names
         )
+
+    def _took_since_card(self, node_id: NodeId, now: float) -> bool:
+        """Whether a node has taken parts of ours since its card, which says it holds none, was made."""
+        assert self._publisher is not None
+        took_at, age_ms = self._publisher.took_at(node_id), self.node.directory.age_ms(node_id, now)
+        return took_at is not None and age_ms is not None and took_at > now - age_ms / 1000.0
 
     def _workers_without_card(self, known: set[str]) -> tuple[WorkerView, ...]:
         """Nodes of --worker whose card has not come: they are asked, and refuse a job they cannot do."""

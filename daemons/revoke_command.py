@@ -8,38 +8,41 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from daemons.entitlement import load_revocations, save_revocations
 from daemons.fleet import live_members
 from daemons.node import node_folder
 from kakeya_zmq.client import CALL_TIMEOUT_S, Client
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.known_nodes import load_known_nodes
+from kakeya_zmq.revocation_file import add_revocation
+from kakeya_zmq.roster import ROSTER_FILE, Roster
 from wire.errors import ConfigError, FailureCode, RequestFailed
 from wire.keys import KEY_BYTES, NodeIdentity
 from wire.messages import CardList, ExchangeCards
-from wire.revocations import Revocation, mark_of_key, open_revocation, sign_revocation
+from wire.revocations import Revocation, sign_revocation
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A revocation that was made, and the addresses that took it."""
+    """A revocation that was made, and where it was told."""
 
     revocation: Revocation
     addresses: tuple[str, ...]
+    """That took it."""
+    unreached: tuple[str, ...]
+    """``host:port: why``, of those that could not be asked."""
 
 
 class _Teller(Client):
     """A client that asks afterwards what has become of a revocation."""
 
-    def lacks(self, key: bytes) -> bool:
-        """Whether the node holds no revocation of this key: only marks that it lacks are asked for.
+    def lacks(self, mark: bytes) -> bool:
+        """Whether the node does not hold the revocation with this mark: only marks that it lacks are asked for.
 
         Raises:
             RequestFailed: no answer.
         """
-        mark = mark_of_key(key)
         body = ExchangeCards(cards=(), ages_ms=(), known=b"", revoked=mark)
-        return self._call(body, CardList, CALL_TIMEOUT_S).wanted_revocations == mark
+        return bool(self._call(body, CardList, CALL_TIMEOUT_S).wanted_revocations == mark)
 
 
 def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[str], psk_file: Path) -> Told:
@@ -53,11 +56,15 @@ def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[st
         psk_file: the fleet's key.
 
     Raises:
-        ConfigError: it is not clear who signs, or which key is meant.
+        ConfigError: it is not clear who signs, or which key is meant; or the roster does not let him.
         RequestFailed: a node that was reached did not take it.
     """
     folder = node_folder(_issuer(issuer, node_id))
     identity = NodeIdentity.load_or_create(folder / "identity.key")
+    roster_file = psk_file.with_name(ROSTER_FILE)
+    roster = Roster.load(roster_file) if roster_file.exists() else None
+    if roster is not None and not roster.may_revoke(identity.public_key):
+        raise _no_administrator(folder.name, roster)
     key = _key(public_key) if public_key else load_known_nodes(folder).get(node_id)
     if key is None:
         text = f"{folder.name} has never seen {node_id[:64]!r}"
@@ -72,28 +79,34 @@ def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[st
         issued_at_unix=time.time(),
     )
     blob = sign_revocation(revocation, identity)
+    # Where the roster lets no clients in, the signer comes in under its own name: it is listed, or it could not revoke.
+    signer = (folder.name, identity) if roster is not None and not roster.clients else (None, None)
     reached: list[str] = []
     refused: list[str] = []
-    signer_revoked = False
+    unreached: list[str] = []
     for address in addresses or [member.address for member in live_members() if member.role != "dashboard"]:
-        with contextlib.suppress(RequestFailed), _Teller(address, psk_file=psk_file) as client:
-            client.tell_revocations((blob,))
-            if lacks := client.lacks(key):
-                refused.append(address)
-                signer_revoked = signer_revoked or not client.lacks(identity.public_key)
-            reached += [] if lacks else [address]
+        try:
+            with _Teller(address, psk_file=psk_file, node_id=signer[0], identity=signer[1]) as client:
+                client.tell_revocations((blob,))
+                (refused if client.lacks(revocation.mark) else reached).append(address)
+        except RequestFailed as error:
+            unreached.append(f"{address}: {error.message}")
     if refused:
-        raise _not_taken(refused, taken=len(reached), issuer=folder.name, signer_revoked=signer_revoked)
+        raise _not_taken(refused, taken=len(reached), issuer=folder.name)
     if not reached:
-        _keep(folder, blob, key)
-    return Told(revocation, tuple(reached))
+        # The node that signed spreads it: at once when it runs, else when it starts.
+        add_revocation(folder, blob)
+    return Told(revocation, tuple(reached), tuple(unreached))
 
 
-def _not_taken(refused: Sequence[str], *, taken: int, issuer: str, signer_revoked: bool) -> RequestFailed:
+def _no_administrator(issuer: str, roster: Roster) -> ConfigError:
+    admins = sorted(name for name, node in roster.nodes.items() if node.admin)
+    who = ", ".join(admins[:8]) or "nobody: give a node `admin = true`"
+    return ConfigError(f"the roster does not let {issuer} revoke", remedy=f"administrators are: {who}")
+
+
+def _not_taken(refused: Sequence[str], *, taken: int, issuer: str) -> RequestFailed:
     where = ", ".join(refused) + (f" ({taken} took it)" if taken else "")
-    if signer_revoked:
-        text = f"the revocation was not taken by {where}: the key of {issuer}, which signed, is itself revoked"
-        return RequestFailed(FailureCode.PERMISSION_DENIED, text, remedy="sign with another node: --as NODE")
     text = f"the revocation was not taken by {where}: {issuer} may not revoke there, or there are too many"
     remedy = "`kakeya audit` on that machine tells which; sign with an administrator of its roster, or another node"
     return RequestFailed(FailureCode.FAILED_PRECONDITION, text, remedy=remedy)
@@ -118,10 +131,3 @@ def _key(text: str) -> bytes:
         if len(key := bytes.fromhex(text)) == KEY_BYTES:
             return key
     raise ConfigError("--public-key is not an identity key", remedy=f"it has {2 * KEY_BYTES} hexadecimal digits")
-
-
-def _keep(folder: Path, blob: bytes, key: bytes) -> None:
-    """No node runs here: the one that signed spreads it when it starts."""
-    held = load_revocations(folder)
-    if key not in {open_revocation(each).identity_public_key for each in held}:
-        save_revocations(folder, (*held, blob))

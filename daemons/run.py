@@ -137,21 +137,24 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
 
     daemon: Daemon | None = None
     try:
+        # Signals are handled as long as there is anything to let go of: one that interrupts that would leave threads behind,
+        # and a process that never ends.
         with stop_signals(stop):
-            daemon = make(reactor)
-            _rotate_log(reactor, LogRotation(int(settings.log_max_mb * MIB)))
-            daemon.begin(ready, fail)
-            reactor.run()
+            try:
+                daemon = make(reactor)
+                _rotate_log(reactor, LogRotation(int(settings.log_max_mb * MIB)))
+                daemon.begin(ready, fail)
+                reactor.run()
+            finally:
+                note.remove()
+                if daemon is not None:
+                    daemon.end(reasons[0] if reasons else "stopping")
+                reactor.close(5.0)
+                if settings.ready_file:
+                    with contextlib.suppress(OSError):
+                        Path(settings.ready_file).unlink(missing_ok=True)
     except PortInUseError as error:
         raise with_owner(error) from None
-    finally:
-        note.remove()
-        if daemon is not None:
-            daemon.end(reasons[0] if reasons else "stopping")
-        reactor.close(5.0)
-        if settings.ready_file:
-            with contextlib.suppress(OSError):
-                Path(settings.ready_file).unlink(missing_ok=True)
     if failure:
         raise failure[0]
     _log.info("stopped: %s", reasons[0] if reasons else "done")

@@ -12,8 +12,9 @@ from typing import Final
 from daemons.entitlement import Entitlement
 from kakeya_zmq.audit import REASONS_MAX, AuditLog, read_entries
 from kakeya_zmq.config import Settings
+from kakeya_zmq.file_lock import locked
 from kakeya_zmq.io.reactor import Reactor, TimerHandle
-from kakeya_zmq.known_nodes import load_known_nodes, save_known_nodes
+from kakeya_zmq.known_nodes import load_known_nodes, save_known_nodes, taken_out
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.limits import RequestLimiter, RequestLimits
 from wire.cards import Card
@@ -116,8 +117,10 @@ class Security:
     def _save(self) -> None:
         self._saved_at = self._reactor.clock()
         try:
-            save_known_nodes(self._folder, self.identities.nodes())
-            self.entitlement.known_saved()
+            with locked(self._folder):
+                self.entitlement.forget(taken_out(self._folder, self.entitlement.known_written))
+                save_known_nodes(self._folder, self.identities.nodes())
+                self.entitlement.known_saved()
         except OSError as error:
             # Until it can be written these names are bound for this run only.
             _log.error("the file of known nodes cannot be written: %s", error.strerror or "unknown error")

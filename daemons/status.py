@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from daemons import fleet
+from daemons.bus_note import nodes_here
 from daemons.console import Console, command_name
 from kakeya_zmq.client import Client
+from kakeya_zmq.config import kakeya_home
 from wire.errors import FailureCode, RequestFailed
 from wire.messages import Status
 
@@ -28,7 +30,7 @@ PREFILL_FIGURES = (
 
 
 def show_status(console: Console, addresses: tuple[str, ...], psk_file: Path) -> int:
-    """Show the given nodes, or the local fleet.
+    """Show the given nodes, or those of this machine: the local fleet, and what was started otherwise.
 
     Returns:
         0 when every node answered, 3 when one did not or nothing runs, 4 when a key was not accepted.
@@ -37,9 +39,9 @@ def show_status(console: Console, addresses: tuple[str, ...], psk_file: Path) ->
         SecretFileError: the PSK file cannot be used.
     """
     members = {member.address: member for member in fleet.load_fleet()}
-    targets = addresses or tuple(members)
+    targets = addresses or tuple(dict.fromkeys((*members, *nodes_here(kakeya_home()))))
     if not targets:
-        console.say(f"no fleet is running here; start one with `{command_name()} up`, or name a node with --address")
+        console.say(f"no node is running here; start a fleet with `{command_name()} up`, or name a node with --address")
         if console.json_mode:
             console.result({"nodes": []})
         return 3

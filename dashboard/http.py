@@ -26,6 +26,7 @@ from dashboard.services import Services
 from dashboard.state import Conflict, NotThere
 from kakeya_zmq.protocol.limits import KeyedBuckets
 from wire.errors import AuthenticationError, CapacityError, InvalidInput, KakeyaError
+from wire.text import escape_json
 
 _log = logging.getLogger(__name__)
 
@@ -217,8 +218,14 @@ def _require_key(api_key: bytes, admin: bool) -> None:
         raise Unauthorised("the API key is missing or wrong", remedy=f"send it in the header {KEY_HEADER}")
 
 
+def encode_json(value: object) -> bytes:
+    """JSON that may also be shown in a terminal: what steers one, or cannot be seen, is escaped."""
+    data = _ENCODER.encode(value)
+    return data if data.isascii() and b"\x7f" not in data else escape_json(data.decode("utf-8")).encode("utf-8")
+
+
 def json_response(value: object, status: int = 200) -> Response:
-    response = Response(_ENCODER.encode(value), status, mimetype=JSON)
+    response = Response(encode_json(value), status, mimetype=JSON)
     response.headers["Cache-Control"] = "no-store"
     return response
 

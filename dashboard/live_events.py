@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import msgspec
-
 from dashboard import api_types as api
 from dashboard import present
 from dashboard import routes_activity as activity
 from dashboard import routes_benchmarks as benchmarks
 from dashboard import routes_network as network
-from dashboard.http import Call
+from dashboard.http import Call, encode_json
 from dashboard.services import Services
 from wire.errors import CapacityError
 
@@ -31,7 +29,6 @@ STREAM_S: Final = 3600.0
 LIST_ITEMS: Final = 50
 SERIES_POINTS: Final = 3
 """The newest buckets, which may still change; the others come from the route."""
-_ENCODER: Final = msgspec.json.Encoder()
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +126,7 @@ class LiveEvents:
             if made is not None and kind.subjects and made[1] == version:
                 return made[1], made[2]
             call = Call(self._services, admin, None, api.LimitQuery(limit=LIST_ITEMS), {})
-            data = _ENCODER.encode({"type": topic, "data": kind.handler(call)})
+            data = encode_json({"type": topic, "data": kind.handler(call)})
             event = b"event: " + topic.encode() + b"\ndata: " + data + b"\n\n"
             self._made[topic, admin] = (now, version, event)
             return version, event

@@ -19,10 +19,19 @@ source "$kakeya_deploy/service_values.sh"
 
 units="${XDG_CONFIG_HOME:-$HOME/.config}/systemd/user"
 
+# The manager of this user's units: it runs for a login of the user's own, and for lingering users.
+need_manager() {
+    command -v systemctl >/dev/null 2>&1 || die "there is no systemctl: on macOS use the launchd scripts"
+    systemctl --user show-environment >/dev/null 2>&1 ||
+        die "this user's systemd does not answer: log in as $(id -un) itself (not by su or sudo), or say once: loginctl enable-linger"
+}
+
 uninstall() {
-    local service
+    local service found=no
+    [ "$kakeya_dry_run" = yes ] || need_manager
     for service in runtime worker cache dashboard; do
         [ -e "$units/kakeya-$service.service" ] || continue
+        found=yes
         if [ "$kakeya_dry_run" = yes ]; then
             say "would remove kakeya-$service.service"
             continue
@@ -31,6 +40,7 @@ uninstall() {
         rm -f "$units/kakeya-$service.service"
         say "removed kakeya-$service.service"
     done
+    [ "$found" = yes ] || say "nothing is installed"
     [ "$kakeya_dry_run" = yes ] || systemctl --user daemon-reload
 }
 
@@ -95,7 +105,7 @@ if [ "$kakeya_dry_run" = yes ]; then
     say "dry run: $units/$unit was not written and nothing was started"
     exit 0
 fi
-command -v systemctl >/dev/null 2>&1 || die "there is no systemctl: on macOS use the launchd scripts"
+need_manager
 mkdir -p "$units"
 (umask 077 && mkdir -p "$kakeya_home")
 cp "$rendered/$unit" "$units/$unit.new" && chmod 644 "$units/$unit.new" && mv "$units/$unit.new" "$units/$unit"

@@ -2,8 +2,11 @@
 
 Rules
 - An entry never holds a prompt, token, hash, key or address (docs/privacy.md); texts are fixed or a node id.
-- A stranger cannot fill the disk: entries of one kind and reason are written at a bounded rate, what is left out is counted
-  in the next one (``suppressed``); files are rotated by size, and only so many are kept.
+- A stranger cannot fill the disk: entries are written at a bounded rate, what is left out is counted in the next one of its
+  kind and reason (``suppressed``); files are rotated by size, and only so many are kept.
+- Nor can he hide what others do: within a reason each node has a rate of its own, within a kind each reason, within the file
+  each kind. What is about nobody in particular (a stranger's) shares one.
+- A line that a crash has torn is ended before the next one is written; the rest of it is left out when the log is read.
 - A full disk or a lost folder costs the log, never the node: the failure is counted, and writing goes on when it can.
 - Files have mode 0600. Entries of several nodes never share a file.
 """
@@ -12,15 +15,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
-from kakeya_zmq.protocol.limits import TokenBucket
+from kakeya_zmq.protocol.limits import KeyedBuckets, TokenBucket
 from wire import limits
+from wire.text import json_text
 
 AUDIT_FILE: Final = "audit.jsonl"
 FILE_BYTES_MAX: Final = 1 * limits.MIB
@@ -29,18 +32,25 @@ OLD_FILES: Final = 3
 """``audit.1.jsonl`` is the youngest of them."""
 ENTRIES_PER_S: Final = 0.2
 ENTRIES_BURST: Final = 20.0
-"""Of one kind and reason: a single event is always written at once, a flood once in five seconds."""
+"""Of one kind, reason and node: a single event is always written at once, a flood once in five seconds."""
+REASON_PER_S: Final = 1.0
+REASON_BURST: Final = 200.0
+"""Of one kind and reason, over all nodes: one that makes up names does not write without end."""
 REASONS_MAX: Final = 256
+OTHER_REASONS: Final = "another reason"
+"""What all beyond REASONS_MAX share their rate under."""
+SUBJECTS_MAX: Final = 1024
+"""Kind, reason and node, of which rates are remembered."""
 TOTAL_PER_S: Final = 5.0
 TOTAL_BURST: Final = 1000.0
-"""Of all kinds together: at most 1 KB a second in the long run, whatever happens."""
+"""Of one kind. Of refusals, the only ones that a stranger can make many of, at most 1 KB a second in the long run."""
 
 KINDS: Final = ("started", "stopped", "refused", "registered", "revoked", "key")
 
 
 @dataclass(slots=True)
-class _Rate:
-    bucket: TokenBucket = field(default_factory=lambda: TokenBucket(ENTRIES_PER_S, ENTRIES_BURST))
+class _Reason:
+    bucket: TokenBucket = field(default_factory=lambda: TokenBucket(REASON_PER_S, REASON_BURST))
     suppressed: int = 0
 
 
@@ -67,11 +77,13 @@ class AuditLog:
         self._monotonic = monotonic
         self._wall = wall
         self._file_bytes_max = file_bytes_max
-        self._rates: OrderedDict[tuple[str, str], _Rate] = OrderedDict()
-        self._total = TokenBucket(TOTAL_PER_S, TOTAL_BURST)
+        self._reasons: dict[tuple[str, str], _Reason] = {}
+        self._subjects = KeyedBuckets(ENTRIES_PER_S, ENTRIES_BURST, SUBJECTS_MAX)
+        self._totals = {kind: TokenBucket(TOTAL_PER_S, TOTAL_BURST) for kind in KINDS}
+        self._torn = self._ends_torn()
 
     def write(self, kind: str, reason: str, *, subject: str = "", count: int = 1) -> bool:
-        """Write one entry, unless there were too many of its kind and reason lately.
+        """Write one entry, unless there were too many like it lately.
 
         Args:
             kind: one of KINDS.
@@ -83,50 +95,78 @@ class AuditLog:
             whether it was written.
         """
         reason = reason[: limits.TEXT_CHARACTERS_MAX]
-        rate, now = self._rate(kind, reason), self._monotonic()
-        if rate.bucket.take(now) > 0 or self._total.take(now) > 0:
-            rate.suppressed += count
+        found = self._reason(kind, reason)
+        if not self._may_write(kind, reason, subject, found):
+            found.suppressed += count
             return False
         entry: dict[str, Any] = {"time": _timestamp(self._wall()), "kind": kind, "reason": reason, "count": count}
         if subject:
             entry["node_id"] = subject
-        if rate.suppressed:
-            entry["suppressed"] = rate.suppressed
+        if found.suppressed:
+            entry["suppressed"] = found.suppressed
         written = self._append(entry)
         if written:
-            rate.suppressed = 0
+            found.suppressed = 0
         return written
+
+    def _may_write(self, kind: str, reason: str, subject: str, found: _Reason) -> bool:
+        now = self._monotonic()
+        key = "\0".join((kind, reason, subject))
+        total = self._totals[kind]
+        # The narrowest first, and nothing is taken from any of them by what is not written.
+        if self._subjects.wait(key, now) > 0 or found.bucket.wait(now) > 0 or total.take(now) > 0:
+            return False
+        self._subjects.take(key, now)
+        found.bucket.take(now)
+        return True
 
     def close(self) -> None:
         """Write down what was left out since the last entries."""
-        for (kind, reason), rate in self._rates.items():
-            if rate.suppressed:
+        for (kind, reason), found in self._reasons.items():
+            if found.suppressed:
                 entry = {"time": _timestamp(self._wall()), "kind": kind, "reason": reason, "count": 0}
-                if self._append({**entry, "suppressed": rate.suppressed}):
-                    rate.suppressed = 0
+                if self._append({**entry, "suppressed": found.suppressed}):
+                    found.suppressed = 0
 
-    def _rate(self, kind: str, reason: str) -> _Rate:
+    def _reason(self, kind: str, reason: str) -> _Reason:
         key = (kind, reason)
-        if key not in self._rates and len(self._rates) >= REASONS_MAX:
-            self._rates.popitem(last=False)
-        return self._rates.setdefault(key, _Rate())
+        if key not in self._reasons and len(self._reasons) >= REASONS_MAX:
+            key = (kind, OTHER_REASONS)
+        return self._reasons.setdefault(key, _Reason())
 
     def _append(self, entry: dict[str, Any]) -> bool:
-        line = json.dumps(entry, ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+        line = json_text(entry).encode("utf-8", errors="replace") + b"\n"
         path = self._folder / AUDIT_FILE
         try:
-            descriptor = _open_for_append(path)
-            with os.fdopen(descriptor, "ab", buffering=0) as file:
-                if file.tell() + len(line) <= self._file_bytes_max:
-                    file.write(line)
+            with os.fdopen(_open_for_append(path), "ab", buffering=0) as file:
+                torn = b"\n" if self._torn else b""
+                if file.tell() + len(torn) + len(line) <= self._file_bytes_max:
+                    self._write_whole(file, torn + line)
                     return True
             self._rotate(path)
             with os.fdopen(_open_for_append(path), "ab", buffering=0) as file:
-                file.write(line)
+                self._write_whole(file, line)
         except OSError:
             self.failures += 1
             return False
         return True
+
+    def _write_whole(self, file: IO[bytes], data: bytes) -> None:
+        self._torn = True  # until it is whole: a disk may become full in the middle
+        if file.write(data) != len(data):
+            raise OSError("the audit log could not be written to its end")
+        self._torn = False
+
+    def _ends_torn(self) -> bool:
+        """Whether the process before was cut off in the middle of a line."""
+        try:
+            with (self._folder / AUDIT_FILE).open("rb") as file:
+                if file.seek(0, os.SEEK_END) == 0:
+                    return False
+                file.seek(-1, os.SEEK_END)
+                return file.read(1) != b"\n"
+        except OSError:
+            return False
 
     def _rotate(self, path: Path) -> None:
         names = [path, *old_files(self._folder)]

@@ -109,6 +109,30 @@ def needed_parts(chain: Chain, position: int, requirement: Requirement) -> tuple
     return tuple(refs)
 
 
+def checkpoint_parts(chain: Chain, every_tokens: int, after: int, requirement: Requirement) -> tuple[PartRef, ...]:
+    """The window and state parts that hits at multiples of ``every_tokens`` need, behind ``after``, before the chain's end.
+
+    Together with the full parts, which every later position needs anyway, each makes a hit possible before all has come.
+
+    Args:
+        every_tokens: a multiple of the block size; 0: no checkpoints.
+        after: token position; parts that end at it or before are left out.
+    """
+    if every_tokens <= 0:
+        return ()
+    refs: list[PartRef] = []
+    for block in chain.blocks:
+        # Of all checkpoints that a block's rows are in the window of, the next one is the nearest.
+        checkpoint = -(-block.end // every_tokens) * every_tokens
+        if block.end <= after or checkpoint >= chain.tokens:
+            continue
+        if block.end > checkpoint - requirement.window_tokens:
+            refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.WINDOW))
+        if requirement.state and block.end == checkpoint:
+            refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.STATE))
+    return tuple(refs)
+
+
 def bind_parts(chain: Chain, raw_parts: Sequence[RawPart]) -> tuple[Part, ...]:
     """Give raw parts their hashes from ``chain`` and their SHA-256 digests; the payload buffers are shared, not copied.
 

@@ -66,6 +66,7 @@ from wire.messages import (
     Status,
     Tokens,
 )
+from wire.text import NODE_ID_CHARACTERS_MAX, is_line, is_node_id
 
 CALL_TIMEOUT_S: Final = 30.0
 """For calls that compute nothing."""
@@ -165,10 +166,12 @@ class Client:
         fleet_key: the fleet's key, or
         psk_file: the file that holds it.
         node_id: name of this client in the fleet; a random one by default.
+        identity: key of this client; a new one by default. With ``node_id`` and key of a listed node it comes in where a
+            roster lets no clients in.
         connect_timeout_s: how long the primary may take to answer the first time.
 
     Raises:
-        ConfigError: the address is malformed, or not exactly one of ``fleet_key`` and ``psk_file`` is given.
+        ConfigError: the address or ``node_id`` is malformed, or not exactly one of ``fleet_key`` and ``psk_file`` is given.
         SecretFileError: the PSK file cannot be used.
         RequestFailed: UNAVAILABLE, nothing answers in time; UNAUTHENTICATED, the PSK is not the primary's.
     """
@@ -180,17 +183,21 @@ class Client:
         fleet_key: FleetKey | None = None,
         psk_file: Path | None = None,
         node_id: str | None = None,
+        identity: NodeIdentity | None = None,
         connect_timeout_s: float = 5.0,
     ) -> None:
         if (fleet_key is None) == (psk_file is None):
             raise ConfigError("a client needs exactly one of fleet_key and psk_file")
         keys: FleetKey | Keys = fleet_key if fleet_key is not None else KeyFile(_given(psk_file)).valid_keys
+        if node_id is not None and not is_node_id(node_id):
+            raise ConfigError(f"a node name has 1 to {NODE_ID_CHARACTERS_MAX} letters, digits, '-', '_' and '.'")
         server = parse_address(address)
         local = LocalNode(
             node_id=node_id or f"client-{secrets.token_hex(6)}",
-            identity=NodeIdentity.generate(),
+            identity=identity or NodeIdentity.generate(),
             roles=_ROLES,
-            incarnation=time.time_ns() // 1000,
+            # The first one of a node: its process, which may be connected there, too, is not taken for one that has ended.
+            incarnation=0 if identity is not None else time.time_ns() // 1000,
             software=SOFTWARE,
         )
         self._closed = False
@@ -236,15 +243,15 @@ class Client:
         """Open an inference session (what the options mean: :class:`wire.messages.CreateSession`).
 
         Raises:
-            InvalidInput: a token id is negative or above int32, or a name is too long.
+            InvalidInput: a token id is negative or above int32, or a name is too long or not one visible line.
             RequestFailed: the primary refused.
         """
         eos = tuple(_check_token_ids(eos_token_ids))
         excluded = tuple(exclude_nodes)
-        if any(not 1 <= len(name) <= limits.NAME_CHARACTERS_MAX for name in excluded):
-            raise InvalidInput(f"node names have 1 to {limits.NAME_CHARACTERS_MAX} characters")
-        if len(label) > limits.NAME_CHARACTERS_MAX:
-            raise InvalidInput(f"a label has at most {limits.NAME_CHARACTERS_MAX} characters")
+        if not all(map(is_node_id, excluded)):
+            raise InvalidInput(f"node names have 1 to {NODE_ID_CHARACTERS_MAX} letters, digits, '-', '_' and '.'")
+        if len(label) > limits.NAME_CHARACTERS_MAX or not is_line(label):
+            raise InvalidInput(f"a label has at most {limits.NAME_CHARACTERS_MAX} characters, on one line, all visible")
         if len(eos) > 64 or len(excluded) > 64:
             raise InvalidInput("a session has at most 64 end tokens and 64 excluded nodes")
         body = CreateSession(

@@ -14,10 +14,7 @@ from typing import Any
 from kakeya_zmq.options import ALL_ROLES, DEFAULT_PORTS, OPTIONS, Option, options_for, parse_value
 from wire.errors import ConfigError
 from wire.limits import GIB, NAME_CHARACTERS_MAX
-
-NODE_NAME_CHARACTERS_MAX = 100
-"""Node and tenant ids are folder names, too."""
-
+from wire.text import NODE_ID_CHARACTERS_MAX, is_node_id
 
 CONFIG_FILE = "kakeya.toml"
 CONFIG_BYTES_MAX = 1 << 20
@@ -175,7 +172,7 @@ def resolve_settings(
 def _default_node_id(role: str, host_name: str) -> str:
     """The role and the host's first name; hosts have names with characters that no node id may have."""
     first = "".join(c if _is_name_character(c) else "-" for c in host_name.split(".")[0])
-    return f"{role}-{first}"[:NODE_NAME_CHARACTERS_MAX]
+    return f"{role}-{first}"[:NODE_ID_CHARACTERS_MAX]
 
 
 def _is_name_character(character: str) -> bool:
@@ -185,9 +182,8 @@ def _is_name_character(character: str) -> bool:
 def _check_names(values: Mapping[str, Any]) -> None:
     for name in ("node_id", "tenant_id"):
         text = str(values[name])
-        usable = 0 < len(text) <= NODE_NAME_CHARACTERS_MAX and all(map(_is_name_character, text))
-        if not usable or text.startswith("."):
-            remedy = f"use letters, digits, '-', '_' and '.', at most {NODE_NAME_CHARACTERS_MAX} characters"
+        if not is_node_id(text):
+            remedy = f"use letters, digits, '-', '_' and '.', at most {NODE_ID_CHARACTERS_MAX} characters"
             raise ConfigError(f"{name} {text!r} is not usable", remedy=remedy)
     for name in ("model_id", "revision_label"):
         if len(values[name]) > NAME_CHARACTERS_MAX or not str(values[name]).isprintable():

@@ -2,7 +2,8 @@
 
 ``known_nodes.json`` in the node's folder, mode 0600: ``{"node id": "64 hexadecimal digits", …}``, the node seen longest ago
 first. A machine that was set up anew has a new key: ``kakeya key forget`` takes its line out, and a node that runs forgets
-what somebody else took out of its file.
+what somebody else took out of its file, also when it is just about to write it anew: both happen under the folder's lock
+(:mod:`kakeya_zmq.file_lock`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
+from kakeya_zmq.file_lock import locked
 from kakeya_zmq.protocol.identities import NODES_MAX
 from wire.errors import ConfigError
 from wire.keys import KEY_BYTES
@@ -67,19 +69,33 @@ def forget_node(folder: Path, node_id: str) -> bool:
     Raises:
         ConfigError: the file cannot be read or written, or is damaged.
     """
-    known = load_known_nodes(folder)
-    if known.pop(node_id, None) is None:
-        return False
     try:
-        save_known_nodes(folder, known)
+        with locked(folder):
+            known = load_known_nodes(folder)
+            if known.pop(node_id, None) is None:
+                return False
+            save_known_nodes(folder, known)
     except OSError as error:
         text = f"{folder / KNOWN_NODES_FILE} cannot be written: {error.strerror or 'unknown error'}"
         raise ConfigError(text, remedy="check its mode") from None
     return True
 
 
+def taken_out(folder: Path, written: Collection[str]) -> set[str]:
+    """Which of the nodes that were written into the file somebody has taken out since: to be forgotten.
+
+    A file that is gone or damaged says nothing.
+    """
+    if not (folder / KNOWN_NODES_FILE).exists():
+        return set()
+    try:
+        return set(written) - load_known_nodes(folder).keys()
+    except ConfigError:
+        return set()
+
+
 def save_known_nodes(folder: Path, nodes: Mapping[str, bytes]) -> None:
-    """Replace the file as a whole.
+    """Replace the file as a whole. Call it under the lock where others may write, too.
 
     Raises:
         OSError: it cannot be written; the old one stays.

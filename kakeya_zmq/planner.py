@@ -45,6 +45,8 @@ ASSUMED_EVIDENCE = 0.5
 """What a trial at start weighs: the machine was busy loading, so the first real sample counts for two thirds."""
 SEGMENT_TOKENS_DEFAULT = 256
 """Tokens computed in one step, as a worker does by default; a sample of fewer tokens tells less of the rate."""
+CHECKPOINT_SHARE = 0.1
+"""Of a worker's time; what is sent while it computes costs hardly any of it where there are processors and links enough."""
 SAMPLE_TOKENS_MIN = 16
 """A smaller sample measures what a step costs by itself, not the rate."""
 HERE = "compute here"
@@ -293,6 +295,21 @@ def worker_ms(tokens: int, queued_tokens: int, tokens_per_second: float, transfe
     compute = max(0, tokens) / rate * 1000.0
     segments = max(1, math.ceil(tokens / SEGMENT_TOKENS_DEFAULT))
     return queue + max(compute, transfer_ms) + min(compute, transfer_ms) / segments
+
+
+def checkpoint_spacing(
+    checkpoint_bytes: int, window_tokens: int, grid_tokens: int, tokens_per_second: float, megabytes_per_second: float
+) -> int:
+    """Tokens between two checkpoints of a job: as few as keep sending them below CHECKPOINT_SHARE of computing.
+
+    Args:
+        checkpoint_bytes: what one checkpoint moves.
+        window_tokens: a window's length; checkpoints are no closer, so that no row is sent twice.
+        grid_tokens: the result is a multiple of it.
+    """
+    sending_ms = checkpoint_bytes / (max(0.001, megabytes_per_second) * BYTES_PER_MS_OF_ONE_MEGABYTE_PER_SECOND)
+    affordable = sending_ms * max(0.0, tokens_per_second) / 1000.0 / CHECKPOINT_SHARE
+    return math.ceil(max(affordable, window_tokens, 1) / grid_tokens) * grid_tokens
 
 
 def sample_weight(tokens: int) -> float:

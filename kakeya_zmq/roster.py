@@ -19,7 +19,8 @@ each under its key and in its roles.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -47,9 +48,6 @@ from wire.messages import (
 ROSTER_FILE: Final = "fleet.toml"
 FILE_BYTES_MAX: Final = 1024 * 1024
 ROLES: Final = ("primary", "worker", "cache")
-NAMESPACES_MAX: Final = 1024
-"""Namespaces whose tenant is remembered; the one heard of longest ago goes first."""
-
 NOT_LISTED: Final = "the node is not on the roster"
 OTHER_KEY_LISTED: Final = "the roster has another identity key for the node"
 ROLE_NOT_LISTED: Final = "the node claims a role that the roster does not give it"
@@ -151,33 +149,74 @@ class Access:
 
     A fingerprint is the hash of a compatibility tuple that has the tenant in it, so a card that tells the tuple *proves*
     whose namespace it is, whoever signed the card. What nobody has proven is answered like what is not there.
+
+    Of each node the namespaces that its latest card proves are known, until it has left the fleet: so many as a card has
+    room for, and no card takes the place of another node's. Beyond that a namespace is known as long as the store holds
+    something of it, or it would count in nobody's quota.
     """
 
     def __init__(self) -> None:
         self.roster: Roster | None = None
+        self.is_held: Callable[[bytes], bool] = lambda fingerprint: False
+        """Whether the store holds something of a namespace."""
         self._own_tenant: str | None = None
+        self._own: dict[bytes, str] = {}
+        self._told: dict[str, dict[bytes, str]] = {}
+        """What each other node's latest card proves."""
         self._tenants: dict[bytes, str] = {}
+        """All that is known."""
+        self._tellers: Counter[bytes] = Counter()
+        """How many cards tell of a namespace."""
+        self._kept: set[bytes] = set()
+        """Known only because the store holds something of it."""
+
+    def __len__(self) -> int:
+        """Namespaces that are known."""
+        return len(self._tenants)
 
     def learn(self, card: Card) -> None:
-        """Take note of the namespaces that a card proves."""
+        """Take note of the namespaces that a node's new card proves; those of its card before are told no more."""
         tuples = [model.compatibility for model in card.models]
         if card.worker is not None:
             tuples.append(card.worker.compatibility)
-        for values in tuples:
-            if (compatibility := _compatibility(values)) is not None:
-                self._note(compatibility)
+        proven = [compatibility for values in tuples if (compatibility := _compatibility(values)) is not None]
+        told = {compatibility.fingerprint(): compatibility.tenant_namespace for compatibility in proven}
+        before = self._told.get(card.node_id, {})
+        if told == before:
+            return
+        self._tenants |= told
+        self._tellers.update(told.keys())
+        if told:
+            self._told[card.node_id] = told
+        else:
+            del self._told[card.node_id]
+        self._untell(before)
 
     def learn_tuple(self, values: Mapping[str, Any]) -> None:
         """Take note of the namespace that this node itself serves; what is no compatibility tuple is ignored."""
         if (compatibility := _compatibility(values)) is not None:
             self._own_tenant = compatibility.tenant_namespace
-            self._note(compatibility)
+            self._own[compatibility.fingerprint()] = compatibility.tenant_namespace
+            self._tenants |= self._own
 
-    def _note(self, compatibility: Compatibility) -> None:
-        fingerprint = compatibility.fingerprint()
-        if fingerprint not in self._tenants and len(self._tenants) >= NAMESPACES_MAX:
-            del self._tenants[next(iter(self._tenants))]
-        self._tenants[fingerprint] = compatibility.tenant_namespace
+    def forget(self, node_id: str) -> None:
+        """A node has left the fleet."""
+        self._untell(self._told.pop(node_id, {}))
+
+    def _untell(self, fingerprints: Iterable[bytes]) -> None:
+        """These are told by one card less. What no card tells any more is dropped once nothing of it is held."""
+        for fingerprint in fingerprints:
+            self._tellers[fingerprint] -= 1
+            if not self._tellers[fingerprint]:
+                del self._tellers[fingerprint]
+                self._kept.add(fingerprint)
+        for fingerprint in tuple(self._kept):
+            told = fingerprint in self._tellers or fingerprint in self._own
+            if not told and self.is_held(fingerprint):
+                continue
+            self._kept.remove(fingerprint)
+            if not told:
+                del self._tenants[fingerprint]
 
     def tenant_of(self, fingerprint: bytes) -> str | None:
         """Whose namespace it is; None when nobody has proven it."""
@@ -206,9 +245,14 @@ class Access:
         return ""
 
     def quota_bytes(self, fingerprint: bytes, usage: Mapping[bytes, int]) -> int | None:
-        """Bytes that a namespace may take: what its tenant's others leave of the tenant's quota; None: no bound."""
+        """Bytes that a namespace may take: what its tenant's others leave of the tenant's quota; None: no bound.
+
+        With a roster a namespace whose tenant is not known (any more) takes nothing: it would count for nobody.
+        """
+        if self.roster is None:
+            return None
         tenant = self._tenants.get(fingerprint)
-        quota = self.roster.quotas.get(tenant) if self.roster is not None and tenant is not None else None
+        quota = self.roster.quotas.get(tenant) if tenant is not None else 0
         if quota is None:
             return None
         others = sum(used for other, used in usage.items() if other != fingerprint and self._tenants.get(other) == tenant)

@@ -3,6 +3,8 @@
 Rules
 
 * ``bytes_used + bytes_reserved <= max_bytes``, always; ``bytes_used`` is the sum of the held payloads.
+* A part belongs to the namespace (fingerprint) it was put in and is found there only: a block's hash in another namespace is
+  another block. Room, recency and what goes first are of the whole store.
 * A part is immutable. Equal reference with other bytes is normal (another backend, another segment grid): the first one
   wins, the put succeeds, it is counted.
 * A tail that turns out to be the beginning of a longer block is dropped for a *cut*: a note on that block, gone with it.
@@ -17,7 +19,7 @@ Rules
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kakeya_zmq.blocks import Part, byte_view
 from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
@@ -28,7 +30,9 @@ from kakeya_zmq.store_room import StoreRoom
 from kakeya_zmq.store_values import (
     EVENTS_MAX,
     LEASES_MAX,
+    LEASES_PER_OWNER_MAX,
     NAMESPACES_MAX,
+    NAMESPACES_PER_PUBLISHER_MAX,
     Evictions,
     Finding,
     LeaseError,
@@ -48,7 +52,9 @@ from wire.messages import Cut, PartMeta, PartRef, Requirement, Tail
 __all__ = [
     "EVENTS_MAX",
     "LEASES_MAX",
+    "LEASES_PER_OWNER_MAX",
     "NAMESPACES_MAX",
+    "NAMESPACES_PER_PUBLISHER_MAX",
     "BlockStore",
     "Evictions",
     "Finding",
@@ -100,31 +106,38 @@ class BlockStore:
     def max_bytes(self) -> int:
         return self._room.max_bytes
 
-    def has(self, ref: PartRef) -> bool:
-        block = self._tree.blocks.get(ref.block_hash)
-        if block is None:
-            return False
-        kind = ref.kind  # written out, not by block.part: a prompt asks this for every block
-        return (block.full if kind == 0 else block.window if kind == 1 else block.state) is not None
+    def has(self, ref: PartRef, *, fingerprint: bytes) -> bool:
+        return self._find(ref, fingerprint) is not None
 
-    def get(self, ref: PartRef) -> Part | None:
+    def presence(self, fingerprint: bytes) -> Callable[[PartRef], bool]:
+        """Whether a part of one namespace is held at the moment it is asked, for walks along a chain."""
+        namespaces = self._tree.namespaces
+
+        def has(ref: PartRef) -> bool:
+            if (namespace := namespaces.get(fingerprint)) is None or (block := namespace.blocks.get(ref.block_hash)) is None:
+                return False
+            kind = ref.kind  # written out, not by block.part: a prompt asks this for every block
+            return (block.full if kind == 0 else block.window if kind == 1 else block.state) is not None
+
+        return has
+
+    def get(self, ref: PartRef, *, fingerprint: bytes) -> Part | None:
         """The part, without refreshing it."""
-        held = self._find(ref)
+        held = self._find(ref, fingerprint)
         return None if held is None else held.as_part()
 
-    def length_bytes(self, ref: PartRef) -> int:
+    def length_bytes(self, ref: PartRef, *, fingerprint: bytes) -> int:
         """Payload size, 0 when it is not held."""
-        held = self._find(ref)
+        held = self._find(ref, fingerprint)
         return 0 if held is None else held.length_bytes
 
     def contradicts(self, meta: PartMeta, *, fingerprint: bytes) -> bool:
-        """Whether :meth:`put` would refuse this description: other namespace, other place in the chain."""
+        """Whether :meth:`put` would refuse this description: its namespace has the block at another place in a chain."""
         return self._tree.contradicts(fingerprint, meta)
 
-    def survey(self, block_hashes: Sequence[bytes]) -> Survey:
+    def survey(self, block_hashes: Sequence[bytes], *, fingerprint: bytes) -> Survey:
         """Presence of every kind for each hash, in the given order, and the mean size of what is there."""
-        get = self._tree.blocks.get
-        return survey_of([get(block_hash) for block_hash in block_hashes])
+        return survey_of([self._tree.block(fingerprint, block_hash) for block_hash in block_hashes])
 
     def find(self, block_hashes: Sequence[bytes], *, fingerprint: bytes, requirement: Requirement) -> Finding:
         """What is held of a prompt whose blocks have these hashes, in prefix order; refreshes nothing."""
@@ -144,9 +157,9 @@ class BlockStore:
         found = itertools.islice(self._tree.children(fingerprint, parent_hash), CONTINUATIONS_MAX)
         return tuple((block.block_hash, block.token_count) for block in found)
 
-    def cuts_within(self, block_hash: bytes) -> tuple[Cut, ...]:
+    def cuts_within(self, block_hash: bytes, *, fingerprint: bytes) -> tuple[Cut, ...]:
         """Tails that are beginnings of this block, if it is held."""
-        block = self._tree.blocks.get(block_hash)
+        block = self._tree.block(fingerprint, block_hash)
         return () if block is None else cuts_of(block)
 
     def is_cut(self, meta: PartMeta, *, fingerprint: bytes) -> bool:
@@ -156,11 +169,22 @@ class BlockStore:
             for cut in self.cuts(meta.parent_hash, fingerprint=fingerprint)
         )
 
-    def room_bytes(self, fingerprint: bytes) -> int:
-        """Bytes that new parts of this namespace could get if everything that may go did go."""
-        room = self._room.max_bytes - self._room.bytes_reserved - self._leases.bytes_locked
+    def room_bytes(self, fingerprint: bytes, *, publisher: str = "", promised: Mapping[bytes, int] | None = None) -> int:
+        """Bytes that new parts of this namespace, from this publisher, could get if everything that may go did go.
+
+        Args:
+            promised: bytes by namespace that others count on already. Those of other namespaces take nothing of the quota.
+        """
+        if self._namespace_refusal(fingerprint, publisher):
+            return 0
+        promised = promised or {}
+        room = self._room.max_bytes - self._room.bytes_reserved - self._leases.bytes_locked - sum(promised.values())
         quota = self._quota_bytes(fingerprint)
-        return max(0, room if quota is None else min(room, quota))
+        return max(0, room if quota is None else min(room, quota - promised.get(fingerprint, 0)))
+
+    def holds_namespace(self, fingerprint: bytes) -> bool:
+        """Whether there is a part of it."""
+        return fingerprint in self._tree.namespaces
 
     def usage_by_fingerprint(self) -> dict[bytes, int]:
         return {fingerprint: namespace.bytes_used for fingerprint, namespace in self._tree.namespaces.items()}
@@ -185,7 +209,7 @@ class BlockStore:
             bytes_reserved=self._room.bytes_reserved,
             bytes_locked=self._leases.bytes_locked,
             entry_count=self._room.entry_count,
-            block_count=len(self._tree.blocks),
+            block_count=self._tree.block_count,
             cache_epoch=self._room.epoch,
             lookup_hits=self._lookup_hits,
             lookup_misses=self._lookup_misses,
@@ -200,16 +224,26 @@ class BlockStore:
 
     # --- putting -------------------------------------------------------------------------------------------------
 
-    def put(self, part: Part, *, fingerprint: bytes, now: float, reservation_id: ReservationId | None = None) -> PutOutcome:
-        """Store a part unless its reference is already held (which refreshes it).
+    def put(
+        self,
+        part: Part,
+        *,
+        fingerprint: bytes,
+        now: float,
+        reservation_id: ReservationId | None = None,
+        publisher: str = "",
+    ) -> PutOutcome:
+        """Store a part unless its namespace already has it (which refreshes it).
 
         Args:
             part: its digest has been checked by the caller; its payload may be shared, it must never change.
             fingerprint: 32 bytes, the namespace.
             reservation_id: takes the room out of this reservation as far as it reaches; unknown ids count as empty.
+            publisher: the node it comes from; empty for this node itself.
 
         Raises:
-            CapacityError: no room without evicting what is leased, pinned, reserved, or the part's own prefix.
+            CapacityError: no room without evicting what is leased, pinned, reserved, or the part's own prefix; or the
+                namespace is new, and its publisher or the store has too many.
             InvalidInput: the description contradicts the payload or a held part of the same block.
         """
         meta = part.meta
@@ -217,7 +251,7 @@ class BlockStore:
             raise InvalidInput("the part's description does not fit its payload")
         if self.contradicts(meta, fingerprint=fingerprint):
             raise InvalidInput("the part contradicts what is held")
-        block = self._tree.blocks.get(meta.block_hash)
+        block = self._tree.block(fingerprint, meta.block_hash)
         held = None if block is None else block.part(meta.kind)
         if held is not None:
             self._collisions += held.proof[:HASH_BYTES] != meta.digest
@@ -226,7 +260,8 @@ class BlockStore:
         if block is None and self.is_cut(meta, fingerprint=fingerprint):
             return PutOutcome.ALREADY_HELD
         try:
-            block = self._insert(part, block, fingerprint, now, reservation_id)
+            block = block or self._add_block(meta, fingerprint, publisher)
+            self._insert(part, block, now, reservation_id)
         except CapacityError:
             self._put_failures += 1
             raise
@@ -240,14 +275,14 @@ class BlockStore:
             False when nothing was changed: the block is not held, does not fit, or lacks a kind that the tail has; or the
             tail is held fast, has state that cannot be cut, or other blocks hang on it.
         """
-        block, tail = self._tree.blocks.get(cut.within), self._tree.blocks.get(cut.block_hash)
-        if block is None or block.namespace.fingerprint != fingerprint or block.parent_hash != cut.parent_hash:
+        block, tail = self._tree.block(fingerprint, cut.within), self._tree.block(fingerprint, cut.block_hash)
+        if block is None or block.parent_hash != cut.parent_hash:
             return False
         if not cut.token_count < block.token_count == cut.within_tokens or not block.kinds & ROWS:
             return False
         earlier: list[tuple[bytes, int]] = []
         if tail is not None:
-            same_place = tail.namespace is block.namespace and tail.parent_hash == block.parent_hash
+            same_place = tail.parent_hash == block.parent_hash
             fast = tail.locked or tail.state is not None or tail.children is not None
             if not same_place or tail.token_count != cut.token_count or fast or tail.kinds & ~block.kinds:
                 return False
@@ -259,16 +294,26 @@ class BlockStore:
             self._tree.add_cut(block, tail_hash, token_count, limits.TAILS_PER_PARENT_MAX)
         return True
 
-    def _insert(
-        self, part: Part, block: HeldBlock | None, fingerprint: bytes, now: float, reservation_id: ReservationId | None
-    ) -> HeldBlock:
+    def _namespace_refusal(self, fingerprint: bytes, publisher: str) -> str:
+        """Why a namespace cannot be begun, or an empty text; one that is there may go on."""
+        namespaces = self._tree.namespaces
+        if fingerprint in namespaces:
+            return ""
+        if len(namespaces) >= NAMESPACES_MAX:
+            return f"the store already holds {NAMESPACES_MAX} namespaces"
+        if publisher and sum(n.publisher == publisher for n in namespaces.values()) >= NAMESPACES_PER_PUBLISHER_MAX:
+            return f"the store already holds {NAMESPACES_PER_PUBLISHER_MAX} namespaces of this node"
+        return ""
+
+    def _add_block(self, meta: PartMeta, fingerprint: bytes, publisher: str) -> HeldBlock:
+        """Link a block; before room is made for it, so that its parent is no leaf and is not what gets evicted."""
+        if refusal := self._namespace_refusal(fingerprint, publisher):
+            raise CapacityError(refusal)
+        return self._tree.add(fingerprint, meta, publisher)
+
+    def _insert(self, part: Part, block: HeldBlock, now: float, reservation_id: ReservationId | None) -> None:
         meta = part.meta
         reserved = self._room.reserved_for(reservation_id, meta.length_bytes)
-        if block is None:
-            if fingerprint not in self._tree.namespaces and len(self._tree.namespaces) >= NAMESPACES_MAX:
-                raise CapacityError(f"the store already holds {NAMESPACES_MAX} namespaces")
-            # linked before room is made, so that its parent is no leaf and is not what gets evicted
-            block = self._tree.add(fingerprint, meta)
         own_parts = block.parts()
         for own in own_parts:  # the other parts of the same block must not go to make room for this one
             self._leases.lock(own)
@@ -293,7 +338,6 @@ class BlockStore:
         self._room.entry_count += 1
         block.namespace.requeue(block)
         self._room.record("stored", held)
-        return block
 
     def _limit_tails(self, newest: HeldBlock) -> None:
         """Drop the oldest tails under the parent of a block just stored, as far as they are not held fast."""
@@ -306,45 +350,46 @@ class BlockStore:
 
     # --- recency, pins, leases -----------------------------------------------------------------------------------
 
-    def touch(self, refs: Iterable[PartRef], now: float) -> None:
+    def touch(self, refs: Iterable[PartRef], now: float, *, fingerprint: bytes) -> None:
         """Refresh the recency of parts that are used together; those not held are skipped."""
         stamp = self._next_use()
-        for ref in refs:
-            held = self._find(ref)
-            if held is not None:
-                self._refresh(held, stamp)
+        for held in self._found(refs, fingerprint):
+            self._refresh(held, stamp)
 
     def note_lookup(self, *, hit: bool) -> None:
         """Count a lookup."""
         self._lookup_hits += hit
         self._lookup_misses += not hit
 
-    def pin(self, ref: PartRef) -> bool:
+    def pin(self, ref: PartRef, *, fingerprint: bytes) -> bool:
         """Keep a part until it is unpinned; False when it is not held. Pinning twice is pinning once."""
-        held = self._find(ref)
+        held = self._find(ref, fingerprint)
         if held is None:
             return False
         self._leases.pin(held)
         return True
 
-    def unpin(self, ref: PartRef) -> None:
+    def unpin(self, ref: PartRef, *, fingerprint: bytes) -> None:
         """Idempotent."""
-        held = self._find(ref)
+        held = self._find(ref, fingerprint)
         if held is not None:
             self._leases.unpin(held)
 
-    def lease(self, refs: Iterable[PartRef], now: float, lease_ms: int) -> LeaseInfo:
+    def lease(self, refs: Iterable[PartRef], now: float, lease_ms: int, *, fingerprint: bytes, owner: str = "") -> LeaseInfo:
         """Refresh parts and keep them until the lease is released or expires; those not held are left out.
 
+        Args:
+            owner: the node it is given to; empty for this node itself.
+
         Raises:
-            CapacityError: there are LEASES_MAX leases.
+            CapacityError: there are LEASES_MAX leases, or LEASES_PER_OWNER_MAX of another node.
             LeaseError: none of the parts is held (NOT_FOUND).
         """
-        return self._leases.grant(self._found(refs), now, lease_ms, self._next_use())
+        return self._leases.grant(self._found(refs, fingerprint), now, lease_ms, self._next_use(), owner)
 
-    def lease_finding(self, finding: Finding, now: float, lease_ms: int) -> LeaseInfo:
+    def lease_finding(self, finding: Finding, now: float, lease_ms: int, *, owner: str = "") -> LeaseInfo:
         """:meth:`lease` for what :meth:`find` found; nothing may have changed in between."""
-        return self._leases.grant(finding.parts, now, lease_ms, self._next_use())
+        return self._leases.grant(finding.parts, now, lease_ms, self._next_use(), owner)
 
     def touch_finding(self, finding: Finding) -> None:
         """:meth:`touch` for what :meth:`find` found."""
@@ -358,11 +403,12 @@ class BlockStore:
         Raises:
             LeaseError: NOT_FOUND when the lease is unknown or has expired, FAILED_PRECONDITION when it lacks a part.
         """
-        leased = self._leases.live(lease_id, now).parts
+        lease = self._leases.live(lease_id, now)
+        leased, fingerprint = lease.parts, lease.info.fingerprint
         parts: list[Part] = []
         tokens: dict[bytes, int] = {}
         for ref in refs:
-            held = self._find(ref)
+            held = self._find(ref, fingerprint)
             if held is None or held not in leased:
                 raise LeaseError(FailureCode.FAILED_PRECONDITION, "a part is not in the lease, or was invalidated")
             parts.append(held.as_part())
@@ -422,9 +468,9 @@ class BlockStore:
         """
         return self._room.resize(max_bytes, now, evictions_max)
 
-    def invalidate(self, ref: PartRef) -> bool:
+    def invalidate(self, ref: PartRef, *, fingerprint: bytes) -> bool:
         """Drop a bad part at once, also out of leases and pins; False when it is not held."""
-        held = self._find(ref)
+        held = self._find(ref, fingerprint)
         if held is None:
             return False
         self._leases.forget(held)
@@ -434,19 +480,19 @@ class BlockStore:
     def clear(self) -> None:
         """Drop every part, lease and pin; reservations stay, their work is under way."""
         self._leases.clear()
-        for block in list(self._tree.blocks.values()):
+        for block in list(self._tree.all_blocks()):
             for held in block.parts():
                 self._room.drop(held, "invalidated")
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 
-    def _find(self, ref: PartRef) -> HeldPart | None:
-        block = self._tree.blocks.get(ref.block_hash)
+    def _find(self, ref: PartRef, fingerprint: bytes) -> HeldPart | None:
+        block = self._tree.block(fingerprint, ref.block_hash)
         return None if block is None else block.part(ref.kind)
 
-    def _found(self, refs: Iterable[PartRef]) -> list[HeldPart]:
+    def _found(self, refs: Iterable[PartRef], fingerprint: bytes) -> list[HeldPart]:
         """The parts that are held, in order."""
-        return [held for ref in refs if (held := self._find(ref)) is not None]
+        return [held for ref in refs if (held := self._find(ref, fingerprint)) is not None]
 
     def _next_use(self) -> int:
         self._use += 1

@@ -11,6 +11,8 @@ Rules
 * Recency is a stamp, the same one for all parts of one use. Using a part costs an assignment; the two heaps of a
   namespace are put right only when something is taken from them (an entry whose stamp has grown is pushed again).
 * A *tail* is a block shorter than the longest block its namespace has seen: full blocks are all of one length.
+* A namespace has an index of its own: a hash means nothing outside of it. Equal hashes in two namespaces are two blocks,
+  so who may use one namespace learns nothing of another one and takes no place in it. What goes first is compared over all.
 
 Memory matters here: a store holds up to millions of parts. Everything is slotted, hashes are kept once, descriptions are
 rebuilt when they are asked for.
@@ -144,14 +146,27 @@ class HeldBlock:
 
 
 class Namespace:
-    """The blocks of one fingerprint: usage, tails, blocks whose parent is not held, and what goes first."""
+    """The blocks of one fingerprint: by hash, usage, tails, blocks whose parent is not held, and what goes first."""
 
-    __slots__ = ("block_count", "bytes_used", "cut", "fingerprint", "full_tokens", "leaves", "orphans", "tails", "windows")
+    __slots__ = (
+        "blocks",
+        "bytes_used",
+        "cut",
+        "fingerprint",
+        "full_tokens",
+        "leaves",
+        "orphans",
+        "publisher",
+        "tails",
+        "windows",
+    )
 
-    def __init__(self, fingerprint: bytes) -> None:
+    def __init__(self, fingerprint: bytes, publisher: str) -> None:
         self.fingerprint = fingerprint
+        self.publisher = publisher
+        """Who brought it in: a node id, or empty for this node itself."""
+        self.blocks: dict[bytes, HeldBlock] = {}
         self.bytes_used = 0
-        self.block_count = 0
         self.full_tokens = 0
         """Longest block seen, in tokens: the length of a full block as far as known."""
         self.orphans: dict[bytes, dict[HeldBlock, None]] = {}
@@ -211,25 +226,37 @@ class Namespace:
 
 
 class BlockTree:
-    """All held blocks by hash, linked to their children, with the tails of each parent."""
+    """All held blocks by namespace and hash, linked to their children, with the tails of each parent."""
 
-    __slots__ = ("blocks", "namespaces")
+    __slots__ = ("namespaces",)
 
     def __init__(self) -> None:
-        self.blocks: dict[bytes, HeldBlock] = {}
         self.namespaces: dict[bytes, Namespace] = {}
 
-    def add(self, fingerprint: bytes, meta: PartMeta) -> HeldBlock:
-        """Link a new block without parts; the caller gives it one or removes it again."""
+    @property
+    def block_count(self) -> int:
+        return sum(len(namespace.blocks) for namespace in self.namespaces.values())
+
+    def block(self, fingerprint: bytes, block_hash: bytes) -> HeldBlock | None:
+        """The block that a namespace has under a hash, if it is held."""
+        namespace = self.namespaces.get(fingerprint)
+        return None if namespace is None else namespace.blocks.get(block_hash)
+
+    def all_blocks(self) -> Iterator[HeldBlock]:
+        """Every held block; nothing may be added or removed meanwhile."""
+        return (block for namespace in self.namespaces.values() for block in namespace.blocks.values())
+
+    def add(self, fingerprint: bytes, meta: PartMeta, publisher: str = "") -> HeldBlock:
+        """Link a new block without parts; the caller gives it one or removes it again. A namespace that is new with it is
+        its publisher's."""
         namespace = self.namespaces.get(fingerprint)
         if namespace is None:
-            namespace = self.namespaces[fingerprint] = Namespace(fingerprint)
-        parent = self._parent(namespace, meta.parent_hash)
+            namespace = self.namespaces[fingerprint] = Namespace(fingerprint, publisher)
+        parent = namespace.blocks.get(meta.parent_hash)
         # one hash object for a block and its children: a hash costs 80 bytes
         parent_hash = ROOT_HASH if meta.parent_hash == ROOT_HASH else parent.block_hash if parent else meta.parent_hash
         block = HeldBlock(namespace, meta.block_hash, parent_hash, meta.start, meta.token_count)
-        self.blocks[block.block_hash] = block
-        namespace.block_count += 1
+        namespace.blocks[block.block_hash] = block
         orphans = namespace.orphans.pop(block.block_hash, None)
         if orphans is not None:
             block.children = orphans if len(orphans) > 1 else next(iter(orphans))
@@ -240,8 +267,7 @@ class BlockTree:
     def remove(self, block: HeldBlock) -> None:
         """Unlink a block that has no parts left; its children stay, without a held parent."""
         namespace = block.namespace
-        del self.blocks[block.block_hash]
-        namespace.block_count -= 1
+        del namespace.blocks[block.block_hash]
         if block.children is not None:
             children = {block.children: None} if isinstance(block.children, HeldBlock) else block.children
             namespace.orphans[block.block_hash] = children
@@ -253,7 +279,7 @@ class BlockTree:
             tails.remove(block)
             if not tails:
                 del namespace.tails[block.parent_hash]
-        if namespace.block_count == 0:
+        if not namespace.blocks:
             del self.namespaces[namespace.fingerprint]
 
     def tails(self, fingerprint: bytes, parent_hash: bytes, block_tokens: int) -> list[HeldBlock]:
@@ -305,26 +331,27 @@ class BlockTree:
         return [parent_hash for parent_hash in parent_hashes if parent_hash in tails or parent_hash in cut]
 
     def ancestors(self, block: HeldBlock) -> Iterator[HeldBlock]:
-        parent = self._parent(block.namespace, block.parent_hash)
+        blocks = block.namespace.blocks
+        parent = blocks.get(block.parent_hash)
         while parent is not None:
             yield parent
-            parent = self._parent(block.namespace, parent.parent_hash)
+            parent = blocks.get(parent.parent_hash)
 
     def contradicts(self, fingerprint: bytes, meta: PartMeta) -> bool:
-        """Whether a description can't be true beside what is held.
+        """Whether a description can't be true beside what its namespace holds.
 
         Where a block starts is where its parent ends, so starts grow along every chain: no block is its own ancestor.
         """
-        block = self.blocks.get(meta.block_hash)
-        if block is not None:
-            same = block.parent_hash, block.start, block.token_count
-            return block.namespace.fingerprint != fingerprint or same != (meta.parent_hash, meta.start, meta.token_count)
         if meta.block_hash == ROOT_HASH or (meta.start == 0) != (meta.parent_hash == ROOT_HASH):
             return True
         namespace = self.namespaces.get(fingerprint)
         if namespace is None:
             return False
-        parent = self._parent(namespace, meta.parent_hash)
+        block = namespace.blocks.get(meta.block_hash)
+        if block is not None:
+            same = block.parent_hash, block.start, block.token_count
+            return same != (meta.parent_hash, meta.start, meta.token_count)
+        parent = namespace.blocks.get(meta.parent_hash)
         if parent is not None and parent.start + parent.token_count != meta.start:
             return True
         # siblings and children without a held parent agree among themselves, so one of each tells
@@ -345,12 +372,8 @@ class BlockTree:
                 best, chosen = (leaf.stamp, 1), leaf.parts()
         return chosen
 
-    def _parent(self, namespace: Namespace, parent_hash: bytes) -> HeldBlock | None:
-        parent = self.blocks.get(parent_hash)
-        return parent if parent is not None and parent.namespace is namespace else None
-
     def _children_of(self, namespace: Namespace, parent_hash: bytes) -> Iterator[HeldBlock]:
-        parent = self._parent(namespace, parent_hash)
+        parent = namespace.blocks.get(parent_hash)
         if parent is not None:
             return parent.iterate_children()
         return reversed(namespace.orphans.get(parent_hash, {}))
@@ -368,7 +391,7 @@ class BlockTree:
 
     def _detach(self, block: HeldBlock) -> None:
         namespace = block.namespace
-        parent = self._parent(namespace, block.parent_hash)
+        parent = namespace.blocks.get(block.parent_hash)
         if parent is None:
             siblings = namespace.orphans[block.parent_hash]
             del siblings[block]
@@ -392,6 +415,6 @@ class BlockTree:
             former, namespace.full_tokens = namespace.full_tokens, block.token_count
             if not former:
                 return
-            for other in self.blocks.values():
-                if other.namespace is namespace and other.token_count == former:
+            for other in namespace.blocks.values():
+                if other.token_count == former:
                     namespace.tails.setdefault(other.parent_hash, []).append(other)

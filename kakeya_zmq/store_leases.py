@@ -7,11 +7,12 @@ times wait in a heap that is put right only when its first entry is looked at.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kakeya_zmq.store_index import HeldPart
-from kakeya_zmq.store_values import LEASES_MAX, LeaseError, LeaseInfo
+from kakeya_zmq.store_values import LEASES_MAX, LEASES_PER_OWNER_MAX, LeaseError, LeaseInfo
 from wire.errors import CapacityError, FailureCode
 from wire.ids import LeaseId
 
@@ -30,11 +31,13 @@ class LeaseTable:
         random_bytes: makes lease ids.
     """
 
-    __slots__ = ("_expiries", "_generation", "_leases", "_pins", "_random_bytes", "bytes_locked")
+    __slots__ = ("_expiries", "_generation", "_leases", "_owners", "_pins", "_random_bytes", "bytes_locked")
 
     def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
         self._random_bytes = random_bytes
         self._leases: dict[LeaseId, Lease] = {}
+        self._owners: Counter[str] = Counter()
+        """Leases of each other node."""
         self._expiries: list[tuple[float, LeaseId]] = []
         self._pins: set[HeldPart] = set()
         self._generation = 0
@@ -44,16 +47,22 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, parts: Iterable[HeldPart], now: float, lease_ms: int, stamp: int) -> LeaseInfo:
-        """Lease parts that are held, each once however often it is named, and mark them as used at ``stamp``.
+    def grant(self, parts: Iterable[HeldPart], now: float, lease_ms: int, stamp: int, owner: str = "") -> LeaseInfo:
+        """Lease parts of one namespace that are held, each once however often it is named, and mark them as used at
+        ``stamp``.
+
+        Args:
+            owner: the node it is given to; empty for this node itself.
 
         Raises:
-            CapacityError: there are LEASES_MAX leases.
+            CapacityError: there are LEASES_MAX leases, or LEASES_PER_OWNER_MAX of another node.
             LeaseError: there are no parts (NOT_FOUND).
         """
         self.expire(now)
         if len(self._leases) >= LEASES_MAX:
             raise CapacityError(f"the store already keeps {LEASES_MAX} leases")
+        if owner and self._owners[owner] >= LEASES_PER_OWNER_MAX:
+            raise CapacityError(f"the store already keeps {LEASES_PER_OWNER_MAX} leases of this node")
         found = tuple(dict.fromkeys(parts))
         if not found:
             raise LeaseError(FailureCode.NOT_FOUND, "none of the parts is held")
@@ -64,8 +73,10 @@ class LeaseTable:
             held.locks += 1
         self._generation += 1
         lease_id = LeaseId(self._random_bytes(16))
-        info = LeaseInfo(lease_id, found, self._generation, now + lease_ms / 1000)
+        info = LeaseInfo(lease_id, found, self._generation, now + lease_ms / 1000, owner)
         self._leases[lease_id] = Lease(info, set(found))
+        if owner:
+            self._owners[owner] += 1
         heapq.heappush(self._expiries, (info.expires_at, lease_id))
         return info
 
@@ -87,7 +98,7 @@ class LeaseTable:
         if generation is not None and generation != info.generation:
             raise LeaseError(FailureCode.NOT_FOUND, "the lease is of another generation")
         expires_at = max(info.expires_at, now + lease_ms / 1000)
-        lease.info = LeaseInfo(info.lease_id, info.parts, info.generation, expires_at)
+        lease.info = replace(info, expires_at=expires_at)
         return lease.info
 
     def release(self, lease_id: LeaseId) -> bool:
@@ -95,6 +106,10 @@ class LeaseTable:
         lease = self._leases.pop(lease_id, None)
         if lease is None:
             return False
+        if owner := lease.info.owner:
+            self._owners[owner] -= 1
+            if not self._owners[owner]:
+                del self._owners[owner]
         for held in lease.parts:
             self.unlock(held)
         if len(self._expiries) > 2 * len(self._leases) + 64:
@@ -162,6 +177,7 @@ class LeaseTable:
         for held in self._pins:
             held.locks = 0
         self._leases.clear()
+        self._owners.clear()
         self._expiries.clear()
         self._pins.clear()
         self.bytes_locked = 0

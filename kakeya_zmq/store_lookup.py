@@ -38,10 +38,8 @@ def find_prompt(tree: BlockTree, hashes: Sequence[bytes], fingerprint: bytes, re
     namespace = tree.namespaces.get(fingerprint)
     found: list[HeldBlock | None] = [None] * len(hashes)
     if namespace is not None:  # what is asked of a namespace that is not there costs the same, whatever others hold
-        get = tree.blocks.get
-        found = [
-            block if (block := get(block_hash)) is None or block.namespace is namespace else None for block_hash in hashes
-        ]
+        get = namespace.blocks.get
+        found = [get(block_hash) for block_hash in hashes]
     parts: list[HeldPart] = []
     for block in found:
         if block is None:

@@ -104,6 +104,8 @@ class StoreRoom:
         quota = self._quota_bytes(namespace.fingerprint)
         if quota is None or namespace.bytes_used + length_bytes <= quota:
             return
+        if length_bytes > quota:  # nothing is evicted in vain
+            raise CapacityError(f"the namespace's quota leaves {quota} bytes")
         self._leases.expire(now)
         while namespace.bytes_used + length_bytes > quota:
             victims = self._tree.victim((namespace,))
@@ -145,7 +147,7 @@ class StoreRoom:
         """No leaf may go: take unlocked parts out from under locked descendants, oldest first. Rare, so a plain scan."""
         spared = {beneficiary, *self._tree.ancestors(beneficiary)} if beneficiary is not None else set()
         candidates = [
-            held for b in self._tree.blocks.values() if b not in spared for held in b.parts() if not held.locks
+            held for b in self._tree.all_blocks() if b not in spared for held in b.parts() if not held.locks
         ]  # fmt: skip
         candidates.sort(key=lambda held: (held.stamp, -held.block.start))
         for held in candidates:

@@ -13,8 +13,12 @@ from wire.messages import Cut, PartKind, PartRef, Tail
 
 LEASES_MAX: Final = 4096
 """Leases at one time; a lookup beyond them is told that nothing is held."""
+LEASES_PER_OWNER_MAX: Final = 512
+"""Of these, leases of one other node: none can take them all."""
 NAMESPACES_MAX: Final = 256
 """Fingerprints at one time: eviction compares the oldest part of each."""
+NAMESPACES_PER_PUBLISHER_MAX: Final = 32
+"""Of these, those that one other node brought in: none can take them all."""
 EVENTS_MAX: Final = 4096
 """Events remembered for readers; one that fell further behind must resynchronise."""
 TAILS_PER_LOOKUP_MAX: Final = 64
@@ -39,12 +43,19 @@ class PutOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseInfo:
-    """``generation`` tells two leases apart in logs and checks; ``parts`` are handles of the store."""
+    """``generation`` tells two leases apart in logs and checks; ``parts`` are handles of the store, all of one namespace."""
 
     lease_id: LeaseId
     parts: tuple[HeldPart, ...]
     generation: int
     expires_at: float
+    owner: str = ""
+    """Node id of whom it was given to; empty for this node itself."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """The namespace of its parts."""
+        return self.parts[0].block.namespace.fingerprint
 
     @property
     def refs(self) -> tuple[PartRef, ...]:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -327,12 +328,15 @@ class Fleet:
             return
         others = {node.name for node in self.nodes.values() if node.running and node is not primary}
         with primary.client() as client:
+            wait_until(lambda: _knows(client, others), f"the primary knows {sorted(others)}")
 
-            def joined() -> bool:
-                rows = {row["node_id"]: row for row in client.status().peers}
-                return all(rows.get(name, {}).get("state") == "up" and rows[name].get("roles") for name in others)
-
-            wait_until(joined, f"the primary knows {sorted(others)}")
+    def wait_all_joined(self) -> None:
+        """Wait until every running node is connected to every other one and holds its card."""
+        running = [node for node in self.nodes.values() if node.running]
+        for node in running:
+            others = {other.name for other in running if other is not node}
+            with node.client() as client:
+                wait_until(partial(_knows, client, others), f"{node.name} knows {sorted(others)}")
 
     def wait_card(self, node: str, condition: Callable[[dict[str, Any]], bool], what: str) -> None:
         """Wait until what the primary knows of a node satisfies a condition."""
@@ -342,6 +346,12 @@ class Fleet:
                 return any(condition(row) for row in client.status().peers if row["node_id"] == node)
 
             wait_until(holds, what)
+
+
+def _knows(client: Client, names: set[str]) -> bool:
+    """Whether a node is connected to these and holds their cards."""
+    rows = {row["node_id"]: row for row in client.status().peers}
+    return all(rows.get(name, {}).get("state") == "up" and rows[name].get("roles") for name in names)
 
 
 @contextlib.contextmanager

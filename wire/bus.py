@@ -33,6 +33,7 @@ from nacl.exceptions import CryptoError
 from wire import limits
 from wire.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
+from wire.text import is_node_id
 
 _MAGIC: Final = b"KB"
 _HEADER: Final = struct.Struct(">2sBBHQQ")
@@ -145,7 +146,7 @@ def open_message(frames: Sequence[bytes], group_keys: Mapping[Group, bytes]) -> 
         node_id = NodeId(header[_HEADER.size :].decode())
     except ValueError:
         raise RemoteProtocolError("a bus message of an unknown topic or sender") from None
-    if not 1 <= len(node_id) <= limits.NAME_CHARACTERS_MAX:
+    if not is_node_id(node_id):
         raise RemoteProtocolError("a bus message with a bad node id")
     group_key = group_keys.get(topic.group)
     if group_key is None:

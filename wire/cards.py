@@ -25,7 +25,20 @@ from wire import limits
 from wire.codec import decode_bounded, encode_bounded
 from wire.errors import LocalProtocolError, RemoteProtocolError
 from wire.keys import KEY_ID_BYTES, NodeIdentity
-from wire.messages import Count, Hash, Key32, Name, Number, OptionalName, Text
+from wire.messages import (
+    Ascii,
+    Count,
+    Hash,
+    Key32,
+    Name,
+    NodeName,
+    Number,
+    OptionalName,
+    OptionalNodeName,
+    OptionalWord,
+    TextLine,
+    Word,
+)
 
 CARD_TTL_MS_DEFAULT: Final = 120_000
 CARD_TTL_MS_MAX: Final = 3_600_000
@@ -57,7 +70,7 @@ class Endpoint(_CardPart, frozen=True, kw_only=True):
     """One way to reach the node's control plane."""
 
     address: Address
-    network: OptionalName
+    network: OptionalWord
     """"thunderbolt", "lan", "tailscale", "loopback", …"""
     priority: Annotated[int, Meta(ge=0, le=1000)]
     """Higher is tried first."""
@@ -67,13 +80,13 @@ class Endpoint(_CardPart, frozen=True, kw_only=True):
 
 class ModelOffering(_CardPart, frozen=True, kw_only=True):
     model_id: Name
-    role: OptionalName
+    role: OptionalWord
     quantization: OptionalName
     tokens_per_second: Rate
     fingerprint: Annotated[bytes, Meta(max_length=limits.HASH_BYTES)] = b""
     """Of the namespace it computes KV for: 32 bytes, or nothing when it is not told."""
-    tenant: OptionalName = ""
-    compatibility: Annotated[dict[Name, Text | Number], Meta(max_length=COMPATIBILITY_FIELDS_MAX)] = {}
+    tenant: OptionalNodeName = ""
+    compatibility: Annotated[dict[Name, TextLine | Number], Meta(max_length=COMPATIBILITY_FIELDS_MAX)] = {}
     """The tuple behind the fingerprint: proves whose namespace it is. Empty when it is not told."""
 
 
@@ -106,7 +119,7 @@ class WorkerOffering(_CardPart, frozen=True, kw_only=True):
     """A prefill worker for exactly one fingerprint."""
 
     fingerprint: Hash
-    compatibility: Annotated[dict[Name, Text | Number], Meta(max_length=COMPATIBILITY_FIELDS_MAX)]
+    compatibility: Annotated[dict[Name, TextLine | Number], Meta(max_length=COMPATIBILITY_FIELDS_MAX)]
     """The tuple behind the fingerprint, to explain a mismatch to people."""
     max_concurrent_jobs: Annotated[int, Meta(ge=1, le=1024)]
     inflight_jobs: Count
@@ -121,13 +134,13 @@ class WorkerOffering(_CardPart, frozen=True, kw_only=True):
 class Card(_CardPart, frozen=True, kw_only=True):
     """Everything a node says about itself."""
 
-    node_id: Name
+    node_id: NodeName
     identity_public_key: Key32
     incarnation: Number
     sequence: Number
-    roles: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    software: OptionalName
-    platform: OptionalName
+    roles: Annotated[tuple[Word, ...], Meta(max_length=8)]
+    software: Ascii
+    platform: Ascii
     memory_bytes: Count
     endpoints: Annotated[tuple[Endpoint, ...], Meta(max_length=ENDPOINTS_MAX)]
     bus_port: Annotated[int, Meta(ge=0, le=65_535)]

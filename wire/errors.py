@@ -3,10 +3,12 @@
 Two families, after h11: a *local* protocol error means that our own code broke the rules (a bug), a *remote* protocol
 error means that the other side did (it is counted, and the message or the connection is dropped). Everything else a
 user can meet is a :class:`KakeyaError` with a failure code and, where there is one, a remedy. ``str(error)`` is always
-one line that can be shown to a user: no secret, no token, no hash.
+one line that can be shown to a user: no secret, no token, no hash; and what others wrote of it is cleaned.
 """
 
 from enum import IntEnum
+
+from wire.text import clean
 
 
 class FailureCode(IntEnum):
@@ -38,9 +40,9 @@ class KakeyaError(Exception):
     code: FailureCode = FailureCode.INTERNAL
 
     def __init__(self, message: str, *, remedy: str = "") -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
+        self.message = clean(message)
+        self.remedy = clean(remedy)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         return f"{self.message} ({self.remedy})" if self.remedy else self.message

@@ -20,8 +20,11 @@ from msgspec import Meta, Struct
 from wire.bus import PAYLOAD_BYTES_MAX, Topic
 from wire.codec import decode_bounded, encode_bounded
 from wire.errors import RemoteProtocolError
-from wire.messages import Count, Name, OptionalName, Text
+from wire.messages import Ascii, Count, Name, NodeName, OptionalName, OptionalNodeName, Text, Word
+from wire.text import ASCII, LINE
 
+ToldAddress = Annotated[str, Meta(max_length=262, pattern=LINE)]
+HexText = Annotated[str, Meta(max_length=64, pattern=ASCII)]
 Scalar: TypeAlias = int | float | str | bool | None
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Ratio = Annotated[float, Meta(ge=0.0, le=1e12)]
@@ -41,7 +44,7 @@ class _Event(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EndpointView(_Event, frozen=True, kw_only=True):
     """One way to reach a node. ``rtt_ms``: measured from the node that tells it, 0 when it is not."""
 
-    address: Annotated[str, Meta(max_length=262)]
+    address: ToldAddress
     network: OptionalName = "default"
     priority: Count = 0
     rtt_ms: Milliseconds = 0.0
@@ -52,10 +55,10 @@ class ModelView(_Event, frozen=True, kw_only=True):
     role: OptionalName = ""
     quantization: OptionalName = ""
     tokens_per_second: Ratio = 0.0
-    cache_format_version: OptionalName = ""
-    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+    cache_format_version: Ascii = ""
+    fingerprint: HexText = ""
     """Hexadecimal SHA-256 of the compatibility tuple (of the model, not of any prompt)."""
-    tenant: OptionalName = "default"
+    tenant: OptionalNodeName = "default"
 
 
 class WorkerView(_Event, frozen=True, kw_only=True):
@@ -76,10 +79,10 @@ class PeerView(_Event, frozen=True, kw_only=True):
     ``card_age_ms``: since its newest card came here. ``ttl_ms``: how long a card lives; 0 when none is known.
     """
 
-    node_id: Name
-    roles: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()
+    node_id: NodeName
+    roles: Annotated[tuple[Word, ...], Meta(max_length=8)] = ()
     state: OptionalName = ""
-    bus_address: Annotated[str, Meta(max_length=262)] = ""
+    bus_address: ToldAddress = ""
     rtt_ms: Milliseconds = 0.0
     megabytes_per_second: Ratio = 0.0
     card_age_ms: Count = 0
@@ -95,9 +98,9 @@ class NodeSnapshot(_Event, frozen=True, kw_only=True):
     nothing for three of them calls the node stale; after ``ttl_ms`` it is gone.
     """
 
-    roles: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    software: OptionalName = ""
-    platform: OptionalName = ""
+    roles: Annotated[tuple[Word, ...], Meta(max_length=8)]
+    software: Ascii = ""
+    platform: Ascii = ""
     state: OptionalName = ""
     uptime_s: Ratio = 0.0
     memory_bytes: Count = 0
@@ -123,7 +126,7 @@ class JobEvent(_Event, frozen=True, kw_only=True):
     place: OptionalName = "worker"
     state: Name
     asker: OptionalName = ""
-    tenant: OptionalName = "default"
+    tenant: OptionalNodeName = "default"
     tokens_total: Count = 0
     tokens_done: Count = 0
     tokens_reused: Count = 0

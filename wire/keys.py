@@ -41,6 +41,11 @@ SIGNATURE_BYTES: Final = 64
 SECRET_FILE_BYTES_MAX: Final = 64 * 1024
 """No secret is larger; keeps a wrong path (a model, a log) from being read into memory."""
 
+ABSENT_KEY: Final = "copy it from a machine that has it, or pass the right path"
+ABSENT_FLEET_KEY: Final = (
+    "the first machine of a fleet makes it with `kakeya key new`; copy it from there, or pass the right path"
+)
+
 _PERSON_KEY_ID: Final = b"kz key id"
 _PERSON_LONG_PSK: Final = b"kz long psk"
 _PERSON_TELEMETRY_SEAL: Final = b"kz telemetry sea"
@@ -65,27 +70,29 @@ class Purpose(StrEnum):
 # --- secret files ------------------------------------------------------------------------------------------------
 
 
-def read_secret_file(path: Path, *, minimum_bytes: int, what: str) -> bytes:
+def read_secret_file(path: Path, *, minimum_bytes: int, what: str, absent: str = ABSENT_KEY) -> bytes:
     """Read a secret, without outer whitespace, from a file that only its owner can read.
 
-    The checks are made on the opened file, not on the name, so the file can't be swapped between check and use.
+    The checks are made on the opened file, not on the name, so the file can't be swapped between check and use. Whoever may
+    write to the folder could put another of our own secrets in its place, so nobody else may: neither where the name is, nor,
+    of a symbolic link, where the file is.
 
     Args:
         path: the file; a symbolic link is followed.
         minimum_bytes: fewest bytes that count as a secret.
         what: what it holds, for the error line, e.g. "fleet key".
+        absent: the remedy when there is no file.
 
     Raises:
-        SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, or owned
-            by another user.
+        SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, owned by another
+            user, or in a folder that everybody may write to.
     """
     # O_NONBLOCK: opening a FIFO must not hang the start of a daemon.
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags)
     except FileNotFoundError:
-        remedy = "make a fleet key with `kakeya key new`, or pass the right path"
-        raise SecretFileError(f"the {what} file {path} does not exist", remedy=remedy) from None
+        raise SecretFileError(f"the {what} file {path} does not exist", remedy=absent) from None
     except OSError as error:
         reason = error.strerror or "unknown error"
         raise SecretFileError(
@@ -93,6 +100,8 @@ def read_secret_file(path: Path, *, minimum_bytes: int, what: str) -> bytes:
         ) from None
     try:
         _check_secret_file(os.fstat(descriptor), path, what)
+        for folder in {path.absolute().parent, Path(os.path.realpath(path)).parent}:
+            _check_secret_folder(folder, path, what)
         data = _read_at_most(descriptor, SECRET_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise SecretFileError(f"the {what} file {path} cannot be read: {error.strerror or 'unknown error'}") from None
@@ -116,6 +125,16 @@ def _check_secret_file(status: os.stat_result, path: Path, what: str) -> None:
         raise SecretFileError(f"the {what} file {path} belongs to another user", remedy=f"chown it to this user: {path}")
     if status.st_mode & 0o077:
         raise SecretFileError(f"the {what} file {path} is open to other users", remedy=f"chmod 600 {path}")
+
+
+def _check_secret_folder(folder: Path, path: Path, what: str) -> None:
+    if os.name != "posix":
+        return
+    # With the sticky bit, as of /tmp, everybody may put files there and touch his own only.
+    mode = folder.stat().st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        text = f"the {what} file {path} is in a folder that everybody may write to"
+        raise SecretFileError(text, remedy=f"chmod o-w {folder}")
 
 
 def _read_at_most(descriptor: int, count: int) -> bytes:
@@ -299,7 +318,7 @@ class FleetKey:
         Raises:
             SecretFileError: see :func:`read_secret_file`.
         """
-        data = read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key")
+        data = read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key", absent=ABSENT_FLEET_KEY)
         try:
             return cls(split_keys(data)[-1])
         except ConfigError as error:

@@ -16,13 +16,24 @@ from msgspec import Meta, Struct
 
 from wire import limits
 from wire.errors import FailureCode
+from wire.text import ASCII, LINE, NODE_ID, NODE_ID_CHARACTERS_MAX, OPTIONAL_NODE_ID, OPTIONAL_WORD, WORD
 
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
 Id16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Key32 = Annotated[bytes, Meta(min_length=32, max_length=32)]
-Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARACTERS_MAX)]
-OptionalName = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS_MAX)]
+Name = Annotated[str, Meta(min_length=1, max_length=limits.NAME_CHARACTERS_MAX, pattern=LINE)]
+OptionalName = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS_MAX, pattern=LINE)]
+NodeName = Annotated[str, Meta(max_length=NODE_ID_CHARACTERS_MAX, pattern=NODE_ID)]
+OptionalNodeName = Annotated[str, Meta(max_length=NODE_ID_CHARACTERS_MAX, pattern=OPTIONAL_NODE_ID)]
+"""Also of tenants."""
+Word = Annotated[str, Meta(max_length=32, pattern=WORD)]
+"""A role, or another name of a closed vocabulary."""
+OptionalWord = Annotated[str, Meta(max_length=32, pattern=OPTIONAL_WORD)]
+Ascii = Annotated[str, Meta(max_length=limits.NAME_CHARACTERS_MAX, pattern=ASCII)]
+"""A version, platform or format; may be empty."""
 Text = Annotated[str, Meta(max_length=limits.TEXT_CHARACTERS_MAX)]
+"""Free text: whoever shows it cleans it (:mod:`wire.text`)."""
+TextLine = Annotated[str, Meta(max_length=limits.TEXT_CHARACTERS_MAX, pattern=LINE)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
@@ -126,24 +137,24 @@ class Requirement(_Message, frozen=True, kw_only=True):
 class Hello(_Message, frozen=True, kw_only=True):
     """Opens a session. Signed by the node's identity key over every other field."""
 
-    node_id: Name
+    node_id: NodeName
     identity_public_key: Key32
     ephemeral_public_key: Key32
     incarnation: Number
-    roles: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    software: OptionalName
+    roles: Annotated[tuple[Word, ...], Meta(max_length=8)]
+    software: Ascii
     signature: Annotated[bytes, Meta(min_length=64, max_length=64)]
 
 
 class Welcome(_Message, frozen=True, kw_only=True):
     """Answers a Hello. Signed over every other field, among them the hash of the Hello it answers."""
 
-    node_id: Name
+    node_id: NodeName
     identity_public_key: Key32
     ephemeral_public_key: Key32
     incarnation: Number
-    roles: Annotated[tuple[Name, ...], Meta(max_length=8)]
-    software: OptionalName
+    roles: Annotated[tuple[Word, ...], Meta(max_length=8)]
+    software: Ascii
     session_id: Id16
     hello_hash: Hash
     bus_port: Annotated[int, Meta(ge=0, le=65_535)]
@@ -255,6 +266,9 @@ class SubmitJob(_Message, frozen=True, kw_only=True, tag=6):
     link_codec: LinkCodec = LinkCodec.NONE
     """What the worker should use."""
     value_bytes: ValueBytes = 1
+    checkpoint_tokens: Count = 0
+    """Also send, while computing, what makes a hit possible at each multiple of so many tokens: the window and state parts
+    there. If the job breaks off, the asker goes on from the last of them. 0: none; a multiple of the block size."""
 
 
 class PrefillPolicy(IntEnum):
@@ -278,7 +292,7 @@ class CreateSession(_Message, frozen=True, kw_only=True, tag=7):
     """False: neither look into nor fill the primary's own store for this session."""
     publish: bool = True
     """False: keep this session's blocks off other nodes."""
-    exclude_nodes: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    exclude_nodes: Annotated[tuple[NodeName, ...], Meta(max_length=64)] = ()
     """Nodes not to ask for this session (diagnosis, comparison)."""
 
 
@@ -501,8 +515,8 @@ class SessionState(_Message, frozen=True, kw_only=True, tag=110):
 class Status(_Message, frozen=True, kw_only=True, tag=111):
     """A node's state as sections of named figures; names are documented in docs/telemetry.md."""
 
-    node_id: Name
-    roles: tuple[Name, ...]
+    node_id: NodeName
+    roles: tuple[Word, ...]
     sections: dict[str, dict[str, int | float | str | bool | None]]
     peers: tuple[dict[str, int | float | str | bool | None], ...]
     recent: tuple[Text, ...]

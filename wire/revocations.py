@@ -26,18 +26,19 @@ class Revocation(Struct, frozen=True, array_like=True, kw_only=True):
     """What is signed."""
 
     node_id: Name
-    """The name the key was known under, for people."""
+    """The name the issuer knows the key under. What the issuer writes; nobody else shows it or goes by it."""
     identity_public_key: Key32
     """The key that is revoked."""
     issuer_id: Name
+    """As above."""
     issuer_public_key: Key32
     issued_at_unix: Annotated[float, Meta(ge=0.0, le=1e12)]
-    """For people; no decision uses it."""
+    """As the issuer says. Orders the revocations of one issuer among each other, and nothing else."""
 
     @property
     def mark(self) -> bytes:
-        """8 bytes that stand for this revocation in an exchange; one for each revoked key."""
-        return mark_of_key(self.identity_public_key)
+        """8 bytes that stand for this revocation in an exchange: one for each revoked key and issuer."""
+        return mark_of(self.identity_public_key, self.issuer_public_key)
 
 
 class _Signed(Struct, frozen=True, array_like=True, kw_only=True):
@@ -49,9 +50,10 @@ _STATEMENT: Final = msgspec.msgpack.Decoder(Revocation)
 _SIGNED: Final = msgspec.msgpack.Decoder(_Signed)
 
 
-def mark_of_key(identity_public_key: bytes) -> bytes:
-    """The mark of the revocation of a key."""
-    return blake2b(identity_public_key, digest_size=MARK_BYTES, person=b"kz revocation").digest()
+def mark_of(identity_public_key: bytes, issuer_public_key: bytes) -> bytes:
+    """The mark of the revocation of a key by an issuer."""
+    pair = identity_public_key + issuer_public_key
+    return blake2b(pair, digest_size=MARK_BYTES, person=b"kz revocation").digest()
 
 
 def sign_revocation(revocation: Revocation, issuer: NodeIdentity) -> bytes:

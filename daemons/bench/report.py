@@ -53,6 +53,13 @@ def all_held(outcomes: Sequence[Outcome]) -> bool:
     return all(outcome.passed for outcome in outcomes)
 
 
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """The line of ``--check``. Some benchmarks show prices and have no bar: then nothing was held, and nothing missed."""
+    if not all_held(outcomes):
+        return "NOT every bar holds"
+    return "every bar holds" if any(outcome.bars for outcome in outcomes) else "measured; there is no bar for this"
+
+
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:,.1f}"
 

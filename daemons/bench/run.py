@@ -44,7 +44,7 @@ def run_benchmarks(names: Sequence[str], options: BenchOptions, console: Console
             raise
     held = report.all_held(list(outcomes.values()))
     if check:
-        console.say("every bar holds" if held else "NOT every bar holds")
+        console.say(report.verdict(list(outcomes.values())))
     if json:
         console.result(report.as_json(outcomes, elapsed_s, facts, long=options.long))
     failed = any(outcome.skipped for outcome in outcomes.values())

@@ -9,7 +9,7 @@ from daemons.doctor.finding import Finding, Level, ok, problem, warning
 from daemons.doctor.keys import examine_keys
 from daemons.doctor.machine import examine_machine
 from daemons.doctor.model import examine_model
-from daemons.doctor.network import NodeView, addresses_of, look_at, reach
+from daemons.doctor.network import NodeView, addresses_of, each_once, look_at, reach
 from daemons.doctor.network_findings import judge_nodes, judge_reach, judge_refusal
 from daemons.doctor.ports import examine_ports
 from daemons.doctor.services import examine_services
@@ -40,7 +40,8 @@ def examine(console: Console, addresses: tuple[str, ...], *, config: str = "", q
             console.say(f"         → {finding.remedy}")
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]
-    console.say(f"\n{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}")
+    console.say("")
+    console.say(f"{problems} problem{'s' * (problems != 1)}, {warnings} warning{'s' * (warnings != 1)}")
     if console.json_mode:
         rows = [{"subject": f.subject, "level": f.level.value, "text": f.text, "remedy": f.remedy} for f in findings]
         console.result({"findings": rows, "problems": problems, "warnings": warnings})
@@ -90,4 +91,4 @@ def examine_fleet(site: Site) -> Iterator[Finding]:
             yield problem("nodes", error.message, error.remedy or "see `kakeya key show`")
     if not views:
         yield warning("nodes", "no node answered, so the fleet was not examined", "start one, or name one with --address")
-    yield from judge_nodes(views)
+    yield from judge_nodes(each_once(views))

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -63,6 +64,14 @@ def addresses_of(site: Site) -> list[str]:
         if bind and bind not in found and try_to_bind(parse_address(bind)) == errno.EADDRINUSE:
             found.append(bind)
     return list(dict.fromkeys(found))
+
+
+def each_once(views: Iterable[NodeView]) -> list[NodeView]:
+    """Without nodes that were found at two addresses. Two nodes of one name are two: they advertise different addresses."""
+    found: dict[tuple[str, object], NodeView] = {}
+    for view in views:
+        found.setdefault((view.node_id, view.sections.get("node", {}).get("address")), view)
+    return list(found.values())
 
 
 def _loopback_of(bind: str) -> str:

@@ -19,6 +19,7 @@ from dashboard.hub import LiveFleet
 from wire.bus import BusMessage, Group, Topic
 from wire.errors import RemoteProtocolError
 from wire.events import decode_event
+from wire.text import escape_json
 
 WAITING_MAX: Final = 20_000
 """Messages that wait for a slow reader; then the oldest are dropped, and counted."""
@@ -81,7 +82,7 @@ def bus_line(state: BusState, at: float, lost: int) -> str:
 
 
 def _line(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, allow_nan=False)
+    return escape_json(json.dumps(value, allow_nan=False))
 
 
 def _plain(value: Any) -> Any:

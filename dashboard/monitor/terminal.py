@@ -22,7 +22,7 @@ from typing import Final
 from rich.console import Console
 from rich.text import Text
 
-from dashboard.monitor.text import ASCII, UNICODE, Glyphs
+from dashboard.monitor.text import ASCII, REPLACEMENT, UNICODE, Glyphs
 
 _ENTER: Final = b"\x1b[?1049h\x1b[?25l\x1b[?7l\x1b[2J"
 """The other screen, no cursor, no wrapping at the right edge (a character of unexpected width must not shift lines)."""
@@ -76,9 +76,17 @@ class Painter:
     def draw(self, lines: Sequence[Text]) -> list[str]:
         """One string a line, without line ends."""
         with self._console.capture() as capture:
-            for line in lines:
+            for line in map(_harmless, lines):
                 self._console.print(line, soft_wrap=True, crop=False, overflow="ignore", no_wrap=True)
         return capture.get().split("\n")[: len(lines)]
+
+
+def _harmless(line: Text) -> Text:
+    """The last gate in front of the terminal: panels have cleaned their texts, and no mistake of one may matter."""
+    if line.plain.isprintable():
+        return line
+    plain = "".join(character if character.isprintable() else REPLACEMENT for character in line.plain)
+    return Text(plain, style=line.style, spans=line.spans)
 
 
 class Terminal:

@@ -1,8 +1,9 @@
 """Text for a terminal of fixed cells: what nodes tell is made harmless, cut and padded; figures get short.
 
 Whatever comes from a node (names, reasons, log lines) is foreign. :func:`clean` leaves only characters that every terminal
-draws one after the other, one or two cells wide: nothing that steers the terminal, joins, combines, or turns the direction
-of a line, so that no name can move its neighbours.
+draws one after the other, one or two cells wide: nothing that :mod:`wire.text` takes out, and nothing either that joins,
+combines, or turns the direction of a line, so that no name can move its neighbours. One character stays one character, as
+columns are narrow: an escape in its place would take the room of the rest.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from rich.cells import get_character_cell_size
+
+from wire.text import is_visible
 
 REPLACEMENT: Final = "?"
 CLEANED_MAX: Final = 400
@@ -60,7 +63,7 @@ def _shown(character: str, glyphs: Glyphs) -> str:
         return " "
     harmless = (
         kind[0] in _KINDS_SHOWN
-        and kind not in ("Zl", "Zp")
+        and is_visible(character)
         and unicodedata.bidirectional(character) not in _TURNING
         and ord(character) not in _JOINING
         and get_character_cell_size(character) in (1, 2)

@@ -2,7 +2,7 @@
 
 import { hasKey } from "./api.js";
 import { h, render } from "./dom.js";
-import { count, duration } from "./format.js";
+import { count, duration, visible } from "./format.js";
 import { KeyDialog } from "./key.js";
 import { Live } from "./live.js";
 import { name } from "./parts.js";
@@ -189,7 +189,8 @@ function element(id) {
 }
 
 function setText(id, text) {
-  if (element(id).textContent !== text) element(id).textContent = text;
+  const shown = visible(text);
+  if (element(id).textContent !== shown) element(id).textContent = shown;
 }
 
 function stateOf(store) {

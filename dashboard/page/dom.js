@@ -1,9 +1,13 @@
 /**
  * A page as a value: views return trees of h(), render() changes the document to match. What did not change is not
- * touched, so focus, selection and scroll positions survive. Text only ever becomes text nodes; there is no way to HTML.
+ * touched, so focus, selection and scroll positions survive. Text only ever becomes text nodes; there is no way to HTML. What
+ * of it could not be seen is made visible.
  */
 
+import { visible } from "./format.js";
+
 const SVG = "http://www.w3.org/2000/svg";
+const SPOKEN = new Set(["title", "aria-label", "alt", "placeholder"]); // attributes that are shown or read out
 const known = new WeakMap(); // element -> the tree it was made of
 
 /**
@@ -71,13 +75,13 @@ function match(node, cursor, keyed) {
 }
 
 function create(node, svg) {
-  if (isText(node)) return document.createTextNode(String(node));
+  if (isText(node)) return document.createTextNode(visible(String(node)));
   return svg || node.tag === "svg" ? document.createElementNS(SVG, node.tag) : document.createElement(node.tag);
 }
 
 function patch(child, node, svg) {
   if (isText(node)) {
-    const text = String(node);
+    const text = visible(String(node));
     if (child.data !== text) child.data = text;
     return;
   }
@@ -110,6 +114,7 @@ function setProp(element, name, value, before) {
     }
   } else if (value !== before) {
     if (value === undefined || value === null || value === false) element.removeAttribute(name);
-    else element.setAttribute(name, value === true ? "" : String(value));
+    else if (value === true) element.setAttribute(name, "");
+    else element.setAttribute(name, SPOKEN.has(name) ? visible(String(value)) : String(value));
   }
 }

@@ -5,6 +5,17 @@ const COMPACT = new Intl.NumberFormat("en", { notation: "compact", maximumFracti
 const UNITS = ["B", "KB", "MB", "GB", "TB", "PB"];
 export const NONE = "–";
 
+const HIDDEN = /(\p{Extended_Pictographic}[\ufe0f\u{1f3fb}-\u{1f3ff}]?\u200d(?=\p{Extended_Pictographic}))|[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}\u034f\u115f\u1160\u2800\u3164\uffa0]/gu;
+
+/** A text of others with an escape for each character that cannot be seen or turns others round; emoji keep their joiners. */
+export function visible(text) {
+  return text.replace(HIDDEN, (found, emoji) => emoji ?? escape(found.codePointAt(0).toString(16)));
+}
+
+function escape(digits) {
+  return digits.length > 4 ? `\\u{${digits}}` : `\\u${digits.padStart(4, "0")}`;
+}
+
 export function count(value) {
   return WHOLE.format(value);
 }

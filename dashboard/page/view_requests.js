@@ -66,11 +66,13 @@ function boundary(request) {
 /** The prompt as a bar, each stretch in the colour of its source. */
 function stretches(request) {
   const total = request.prompt_tokens || 1;
-  const words = request.sources.map((source) => `${SOURCE_NAMES[source.kind] ?? source.kind} ${source.start} to ${source.end}`).join(", ");
+  // Empty ones are nodes that sent something and that no stretch is named after.
+  const found = request.sources.filter((source) => source.end > source.start);
+  const words = found.map((source) => `${SOURCE_NAMES[source.kind] ?? source.kind} ${source.start} to ${source.end}`).join(", ");
   return h(
     "div",
     { class: "meter stretches", role: "img", "aria-label": words || `${percent(request.boundary / total)} reused` },
-    request.sources.map((source) => h("div", { class: `fill source-${source.kind}`, style: { width: `${(((source.end - source.start) / total) * 100).toFixed(2)}%` } })),
+    found.map((source) => h("div", { class: `fill source-${source.kind}`, style: { width: `${(((source.end - source.start) / total) * 100).toFixed(2)}%` } })),
   );
 }
 
@@ -115,7 +117,7 @@ function sources(store, items) {
           "li",
           { key: index },
           sourceBadge(source.kind),
-          ` tokens ${count(source.start)} to ${count(source.end)}`,
+          source.end > source.start ? ` tokens ${count(source.start)} to ${count(source.end)}` : " besides",
           source.node_id && [" from ", name(aliasOf(store, source.node_id))],
           source.transfer_bytes > 0 && `, ${bytes(source.transfer_bytes)}`,
           source.elapsed_ms > 0 && `, ${milliseconds(source.elapsed_ms)}`,

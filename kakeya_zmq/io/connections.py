@@ -1,11 +1,16 @@
 """Who is connected to a bound socket: counts connections, tells refused handshakes apart, and cuts what is too much.
 
 libzmq has no bound on connections, and a process without free file descriptors serves nobody. So the guard follows the
-socket's monitor and keeps two bounds:
+socket's monitor and keeps three bounds. Connections are *proven* or not, as the owner of the socket says: on the control
+plane those in use by a session (whose number is bounded for each identity), on the bus those from behind the handshake.
 
-* Connections that have not *proven* themselves (by a message from behind the handshake): beyond ``unproven_max`` the oldest
-  one is cut. An honest handshake takes milliseconds, a silent stranger's has all the time in the world.
-* Connections altogether: beyond ``connections_max`` the newest one is cut.
+* Connections of one address: at most ``address_max``.
+* Connections that are not proven: at most ``unproven_max``.
+* Connections altogether: at most ``connections_max``.
+
+What is cut beyond a bound is always one that is not proven (the newest one is not, so there is one): the oldest one of the
+address in question, else of the address that has the most of them. An honest handshake takes milliseconds, a silent
+stranger's has all the time in the world.
 
 A connection is cut by shutting its TCP stream down; libzmq then sees an ordinary end. The monitor names a connection by its
 file descriptor, which may be another one's by the time we read that, so the descriptor is duplicated first and cut only when
@@ -19,11 +24,14 @@ batches.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import secrets
 import socket as os_socket
 import struct
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import zmq
@@ -36,6 +44,7 @@ REFUSED_UNFINISHED: Final = "a connection ended before its handshake was through
 """A port scanner, a silent stranger, or a node of ours that was paused or ran away: says nothing about its key."""
 REFUSED_UNPROVEN: Final = "a silent connection was cut: too many of them"
 REFUSED_TOO_MANY: Final = "a connection was refused: too many connections"
+REFUSED_ADDRESS: Final = "a connection was refused: too many from one address"
 REFUSED_NO_DESCRIPTOR: Final = "a connection could not be accepted: out of file descriptors"
 UNPROVEN_MAX: Final = 256
 """Handshakes under way at once: a fleet of two hundred nodes that start in the same moment."""
@@ -62,13 +71,23 @@ _MASK: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Connection:
+    """One connection, also when its file descriptor has become another one's."""
+
+    descriptor: int
+    host: str
+    """What the bound of an address goes by; empty when it could not be seen."""
+
+
 class ConnectionGuard:
     """Watches one bound socket; see the module's text. Use it on the reactor's thread, from before the socket's bind.
 
     Args:
         on_refused: told the reason of each refused or cut connection.
-        unproven_max: most connections that have not proven themselves.
+        unproven_max: most connections that are not proven; never more than half of all.
         connections_max: most connections.
+        address_max: most connections from one address; half of all when None.
     """
 
     def __init__(
@@ -79,16 +98,20 @@ class ConnectionGuard:
         on_refused: Callable[[str], None],
         unproven_max: int = UNPROVEN_MAX,
         connections_max: int = CONNECTIONS_MAX,
+        address_max: int | None = None,
     ) -> None:
         self._reactor = reactor
         self._watched = socket
         self._on_refused = on_refused
-        self._unproven_max = unproven_max
+        self._unproven_max = min(unproven_max, max(1, connections_max // 2))
         self._connections_max = connections_max
+        self._address_max = max(1, connections_max // 2) if address_max is None else address_max
         self._port: int | None = None
-        self._unproven: dict[int, None] = {}
-        """File descriptors, the longest connected first."""
-        self._proven: set[int] = set()
+        self._known: dict[int, Connection] = {}
+        """By file descriptor."""
+        self._unproven: dict[int, bool] = {}
+        """File descriptors, the longest connected first, and whether a message has come from behind the handshake."""
+        self._of_host: Counter[str] = Counter()
         self._failure_told = False
         """Whether the last event told why the connection that is about to end does so."""
         self._closed = False
@@ -103,28 +126,39 @@ class ConnectionGuard:
     @property
     def connections(self) -> int:
         """Connections now, in the handshake or through."""
-        return len(self._unproven) + len(self._proven)
+        return len(self._known)
 
     def listening(self, port: int) -> None:
         """The socket is bound to this TCP port. Nothing is cut before."""
         self._port = port
 
-    def prove(self, frame: zmq.Frame) -> None:
-        """A peer's message came, with this first frame: its connection has passed the handshake."""
+    def prove(self, frame: zmq.Frame, *, wholly: bool = True) -> Connection | None:
+        """A peer's message came, with this first frame: its connection is proven, or (not ``wholly``) only through the
+        handshake. None: it is not known any more."""
         try:
             descriptor = frame.get(zmq.SRCFD)
         except zmq.ZMQError:
             # A libzmq that does not say where a message came from: then all connections are alike.
             self._unproven_max = self._connections_max
-            return
-        if descriptor in self._proven or self._closed:
-            return
-        # What the monitor still holds is older than the message, so the number may still stand for another connection.
-        with contextlib.suppress(zmq.Again):
-            self._take_events(None)
-        if descriptor in self._unproven:
-            del self._unproven[descriptor]
-            self._proven.add(descriptor)
+            return None
+        if self._closed:
+            return None
+        if descriptor in self._unproven or descriptor not in self._known:
+            # What the monitor still holds is older than the message, so the number may still stand for another connection.
+            with contextlib.suppress(zmq.Again):
+                self._take_events(None)
+            if not wholly and descriptor in self._unproven:
+                self._unproven[descriptor] = True
+            elif wholly:
+                self._unproven.pop(descriptor, None)
+        return self._known.get(descriptor)
+
+    def doubt(self, connection: Connection) -> None:
+        """What proved a connection is over: it is like a new one."""
+        descriptor = connection.descriptor
+        if self._known.get(descriptor) is connection and descriptor not in self._unproven:
+            self._unproven[descriptor] = True
+            self._keep_bounds(descriptor)
 
     def close(self) -> None:
         """Stop watching; call it before the watched socket is closed. Idempotent."""
@@ -165,11 +199,9 @@ class ConnectionGuard:
             case zmq.Event.ACCEPTED:
                 self._accepted(value)
             case zmq.Event.DISCONNECTED:
-                self._proven.discard(value)
-                if value in self._unproven:
-                    del self._unproven[value]
-                    if not failure_told:
-                        self._on_refused(REFUSED_UNFINISHED)
+                if self._unproven.get(value) is False and not failure_told:
+                    self._on_refused(REFUSED_UNFINISHED)
+                self._forget(value)
             case zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
                 self._on_refused(REFUSED_WRONG_PSK if value == _CRYPTOGRAPHIC else REFUSED_NOT_OURS)
             case zmq.Event.HANDSHAKE_FAILED_AUTH:
@@ -180,22 +212,71 @@ class ConnectionGuard:
                 self._on_refused(REFUSED_NO_DESCRIPTOR)
 
     def _accepted(self, descriptor: int) -> None:
-        # The number may be that of a connection whose end was not told.
-        self._proven.discard(descriptor)
-        self._unproven.pop(descriptor, None)
-        self._unproven[descriptor] = None
-        if len(self._unproven) > self._unproven_max:
-            self._cut(next(iter(self._unproven)), REFUSED_UNPROVEN)
+        self._forget(descriptor)  # the number may be that of a connection whose end was not told
+        host = self._host(descriptor)
+        self._known[descriptor] = Connection(descriptor, host)
+        self._of_host[host] += 1
+        self._unproven[descriptor] = False
+        self._keep_bounds(descriptor)
+
+    def _keep_bounds(self, newest: int) -> None:
+        host = self._known[newest].host
+        if host and self._of_host[host] > self._address_max:
+            self._cut(self._oldest_unproven(host), REFUSED_ADDRESS)
+        elif len(self._unproven) > self._unproven_max:
+            self._cut(self._oldest_unproven(self._busiest()), REFUSED_UNPROVEN)
         elif self.connections > self._connections_max:
-            self._cut(descriptor, REFUSED_TOO_MANY)
+            self._cut(self._oldest_unproven(self._busiest()), REFUSED_TOO_MANY)
+
+    def _busiest(self) -> str:
+        """The address with the most connections that are not proven: whoever comes from elsewhere shall get through."""
+        counts = Counter(self._known[each].host for each in self._unproven)
+        return max(counts, key=counts.__getitem__)
+
+    def _oldest_unproven(self, host: str) -> int:
+        return next(each for each in self._unproven if self._known[each].host == host)
+
+    def _forget(self, descriptor: int) -> None:
+        self._unproven.pop(descriptor, None)
+        connection = self._known.pop(descriptor, None)
+        if connection is not None:
+            self._of_host[connection.host] -= 1
+            if not self._of_host[connection.host]:
+                del self._of_host[connection.host]
 
     def _cut(self, descriptor: int, reason: str) -> None:
-        del self._unproven[descriptor]
+        self._forget(descriptor)
+        duplicate = self._open(descriptor)
+        if duplicate is not None:
+            with duplicate, contextlib.suppress(OSError):
+                duplicate.shutdown(os_socket.SHUT_RDWR)
+                self._on_refused(reason)
+
+    def _host(self, descriptor: int) -> str:
+        duplicate = self._open(descriptor)
+        if duplicate is not None:
+            with duplicate, contextlib.suppress(OSError):
+                return _host_of(duplicate.getpeername()[0])
+        return ""
+
+    def _open(self, descriptor: int) -> os_socket.socket | None:
+        """The connection to our own port behind a number, duplicated; None when that stands for something else by now."""
         try:
             duplicate = os_socket.socket(fileno=os.dup(descriptor))
         except OSError:
-            return  # gone already, or no socket any more
-        with duplicate, contextlib.suppress(OSError):
+            return None  # gone already, or no socket any more
+        with contextlib.suppress(OSError):
             if duplicate.family in (os_socket.AF_INET, os_socket.AF_INET6) and duplicate.getsockname()[1] == self._port:
-                duplicate.shutdown(os_socket.SHUT_RDWR)
-                self._on_refused(reason)
+                return duplicate
+        duplicate.close()
+        return None
+
+
+def _host_of(text: str) -> str:
+    """An address in one form only; empty when it is none. IPv6 addresses are not taken together by network: a LAN is one."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return ""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

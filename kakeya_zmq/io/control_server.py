@@ -19,7 +19,7 @@ from typing import Final, TypeVarTuple, assert_never
 
 import zmq
 
-from kakeya_zmq.io.connections import CONNECTIONS_MAX, ConnectionGuard
+from kakeya_zmq.io.connections import CONNECTIONS_MAX, Connection, ConnectionGuard
 from kakeya_zmq.io.reactor import FRAMES_MAX, EffectQueue, Reactor, TimerHandle, describe_exception
 from kakeya_zmq.io.sockets import CONTROL_SERVER, Address, apply_curve_server, bind, create_socket
 from kakeya_zmq.protocol import session as machine
@@ -131,7 +131,7 @@ class ControlServer:
         bind: where to listen; port 0 picks one.
         on_request: called for each request; what it raises becomes a Failure (a KakeyaError with its own code and line,
             anything else INTERNAL with nothing leaked).
-        on_refused: told one line for each refused connection or handshake.
+        on_refused: told one line for each refused connection, handshake or request, and whose it was where that is proven.
         bus_port: port of this node's bus, told to clients, or what gives it; 0 for none.
         identities: which key belongs to which node id; a book of its own when None.
         limiter: how much one peer may ask; no bounds but those of a session when None.
@@ -149,7 +149,7 @@ class ControlServer:
         local: LocalNode,
         fleet_key: FleetKey,
         on_request: Callable[[IncomingRequest], None],
-        on_refused: Callable[[str], None] | None = None,
+        on_refused: Callable[[str, str], None] | None = None,
         on_peer_up: Callable[[PeerInfo], None] | None = None,
         on_peer_down: Callable[[PeerInfo, str], None] | None = None,
         on_name_taken: Callable[[str], None] | None = None,
@@ -179,6 +179,8 @@ class ControlServer:
         )
         self._effects = EffectQueue(self._apply)
         self._peers: dict[bytes, PeerInfo] = {}
+        self._used: dict[bytes, Connection] = {}
+        """By the id of the session that uses it."""
         self._requests: dict[tuple[bytes, int], IncomingRequest] = {}
         self._backlog: dict[bytes, deque[list[bytes]]] = {}
         self._backlog_bytes = 0
@@ -261,13 +263,19 @@ class ControlServer:
 
     def _on_readable(self) -> None:
         first = self._socket.recv(zmq.DONTWAIT, copy=False)
-        self._connections.prove(first)
         frames: list[bytes] = []
         while self._socket.getsockopt(zmq.RCVMORE):
             frame = self._socket.recv(zmq.DONTWAIT)
             if len(frames) < FRAMES_MAX:  # more is malformed, and need not be kept to see that
                 frames.append(frame)
-        self._feed(machine.RouterFrames(first.bytes, tuple(frames)))
+        route = first.bytes
+        self._feed(machine.RouterFrames(route, tuple(frames)))
+        # Being behind the transport's handshake proves little: every member gets there, as often as it likes.
+        peer = self._sessions.peer_on(route)
+        if peer is None:
+            self._connections.prove(first, wholly=False)
+        elif peer.session_id not in self._used and (connection := self._connections.prove(first)) is not None:
+            self._used[peer.session_id] = connection
 
     def _feed(self, event: machine.ServerEvent) -> None:
         if self._closed:
@@ -294,7 +302,7 @@ class ControlServer:
             case machine.PeerDown():
                 self._drop_peer(effect.peer, effect.reason)
             case machine.Refused():
-                self._count_refusal(effect.reason)
+                self._count_refusal(effect.reason, effect.node_id)
             case machine.NameTaken():
                 self._tell(self._on_name_taken, effect.node_id)
             case _:
@@ -342,6 +350,8 @@ class ControlServer:
 
     def _drop_peer(self, peer: PeerInfo, reason: str) -> None:
         self._peers.pop(peer.session_id, None)
+        if (connection := self._used.pop(peer.session_id, None)) is not None:
+            self._connections.doubt(connection)
         for key, request in list(self._requests.items()):
             if key[0] == peer.session_id:
                 self._end_request(request, reason)
@@ -349,9 +359,9 @@ class ControlServer:
 
     # --- refusals ---------------------------------------------------------------------------------------------------
 
-    def _count_refusal(self, reason: str) -> None:
+    def _count_refusal(self, reason: str, node_id: str = "") -> None:
         self.refusals[reason] += 1
-        self._tell(self._on_refused, reason)
+        self._tell(self._on_refused, reason, node_id)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 

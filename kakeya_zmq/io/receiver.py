@@ -212,7 +212,9 @@ class PartFilter:
     def __init__(self, wanted: dict[tuple[bytes, int], PartMeta | WantedPart], budget_bytes: int) -> None:
         self._wanted = wanted
         self._budget_bytes = budget_bytes
-        self.missing = len(wanted)
+        self._required = {key for key, part in wanted.items() if isinstance(part, PartMeta) or not part.optional}
+        self.missing = len(self._required)
+        """Parts that have not come whole and without which the transfer is not."""
 
     def announce(self, meta: PartMeta) -> None:
         """Accept a part's description before its bytes.
@@ -232,13 +234,17 @@ class PartFilter:
             raise RemoteProtocolError(f"a part of {meta.length_bytes} bytes exceeds the {self._budget_bytes} bytes left")
         self._budget_bytes -= meta.length_bytes
 
+    def arrived(self, meta: PartMeta) -> None:
+        """An announced part is there as a whole."""
+        self.missing -= (meta.block_hash, meta.kind) in self._required
+
 
 class Assembler:
     """Turns the chunks of one transfer into parts; owns no socket.
 
     Args:
         grant: the transfer's id, key, suite, chunk size and link codec.
-        filter_: what may come; its ``missing`` is counted down with each whole part.
+        filter_: what may come; it is told of each whole part.
         verify_digests: whether each part's SHA-256 is checked.
     """
 
@@ -371,7 +377,7 @@ class Assembler:
         part = Part(meta=meta, payload=buffer.toreadonly())
         if not is_intact(part):
             raise DataLossError("a part is not what its checksum says: it was damaged before it was sent")
-        self._filter.missing -= 1
+        self._filter.arrived(meta)
         return part
 
 

@@ -1,7 +1,8 @@
 """Who is in the fleet: capability cards, gossip and expiry.
 
 Rules
-- A card is signed by its node's identity key; the first key seen for a node id is the only one accepted for it.
+- A card is signed by its node's identity key; the first key seen for a node id is the only one accepted for it. New names
+  are charged to whoever told them (kakeya_zmq.protocol.identities).
 - For each node the newest (incarnation, sequence) wins; order and repetition of arrivals cannot matter. Of one card the
   greatest age told counts: a relay may understate an age by the time the card travelled, never overstate it.
 - Our own card is never taken from others. A card that is as old as its TTL is gone, here and on arrival, and does not come
@@ -198,16 +199,18 @@ class Directory:
         announce_due = math.inf if self._announce_due is None else self._announce_due
         return min(self._next_round, self._first_expiry, announce_due)
 
-    def forget(self, node_id: str) -> None:
-        """Let the next key that is seen for a node id be its key; what is held of it goes with its time to live."""
+    def forget(self, node_id: str) -> list[DirectoryEffect]:
+        """Let the next key that is seen for a node id be its key; what is held of it goes now."""
+        effects = self._drop([node_id] if node_id in self._held else [], "its key was forgotten by the administrator")
         self._identities.pop(node_id, None)
+        return effects
 
     # --- the machine -----------------------------------------------------------------------------------------------
 
     def on(self, event: DirectoryEvent, now: float) -> list[DirectoryEffect]:
         match event:
-            case CardsArrived(cards=cards, ages_ms=ages_ms, unix_s=unix_s):
-                return self._merge_all(cards, ages_ms, unix_s, now)
+            case CardsArrived(cards=cards, ages_ms=ages_ms, unix_s=unix_s, told_by=told_by):
+                return self._merge_all(cards, ages_ms, unix_s, now, told_by)
             case ExchangeEnded():
                 return self._exchange_ended(event, now)
             case PeerConnected(node_id=node_id):
@@ -285,7 +288,7 @@ class Directory:
             return []
         self._round_succeeded = True
         self._avoided.pop(node_id, None)
-        effects = self._merge_all(event.cards, event.ages_ms, event.unix_s, now)
+        effects = self._merge_all(event.cards, event.ages_ms, event.unix_s, now, node_id)
         news = any(isinstance(effect, PeerChanged) for effect in effects)
         chain = self._chains.get(node_id, 0)
         again = event.more and news and chain < NODES_MAX // CARDS_PER_EXCHANGE_MAX + 1
@@ -319,12 +322,14 @@ class Directory:
     # --- merging ---------------------------------------------------------------------------------------------------
 
     def _merge_all(
-        self, cards: tuple[bytes, ...], ages_ms: tuple[int, ...], unix_s: float | None, now: float
+        self, cards: tuple[bytes, ...], ages_ms: tuple[int, ...], unix_s: float | None, now: float, told_by: str
     ) -> list[DirectoryEffect]:
         pairs = zip(cards, ages_ms, strict=False)
-        return [effect for blob, age_ms in pairs for effect in self._merge(blob, max(0, age_ms), unix_s, now)]
+        return [effect for blob, age_ms in pairs for effect in self._merge(blob, max(0, age_ms), unix_s, now, told_by)]
 
-    def _merge(self, blob: bytes, age_ms: int, unix_s: float | None, now: float) -> list[DirectoryEffect]:
+    def _merge(
+        self, blob: bytes, age_ms: int, unix_s: float | None, now: float, told_by: str
+    ) -> list[DirectoryEffect]:
         try:
             card = open_card(blob)
         except RemoteProtocolError:
@@ -337,20 +342,20 @@ class Directory:
         identity = self._identities.get(node_id)
         if identity is not None and identity.public_key != card.identity_public_key:
             return [CardRefused(f"two nodes are called {node_id[:64]}: {OTHER_KEY_CARD}")]
-        if self._book is not None and (refusal := self._book.admit(node_id, card.identity_public_key, card.roles)):
+        held = self._held.get(node_id)
+        if held is None and len(self._held) >= NODES_MAX:
+            return [CardRefused(f"a card is not taken: {NODES_MAX} nodes are known already")]
+        if refusal := self._refusal(card, told_by):
             text = OTHER_KEY_CARD if refusal == OTHER_KEY else f"a card is not taken: {refusal}"
             return [CardRefused(f"{node_id[:64]}: {text}")]
         if identity is not None and identity.has_expired(card):
             return []
-        held = self._held.get(node_id)
         arrived = HeldCard(card=card, blob=blob, born=now - age_ms / 1000)
         if held is not None and arrived.version <= held.version:
             if arrived.version == held.version:
                 held.born = min(held.born, arrived.born)
                 self._first_expiry = min(self._first_expiry, held.expires)
             return []
-        if held is None and len(self._held) >= NODES_MAX:
-            return [CardRefused(f"a card is not taken: {NODES_MAX} nodes are known already")]
         self._remember(node_id, identity or Identity(card.identity_public_key))
         self._held[node_id] = arrived
         self._first_expiry = min(self._first_expiry, arrived.expires)
@@ -360,6 +365,11 @@ class Directory:
         restarted = known is not None and card.incarnation != known[0]
         skewed = self._judge_clock(arrived, held, age_ms, unix_s)
         return [PeerChanged(card=card, appeared=held is None, restarted=restarted), *skewed]
+
+    def _refusal(self, card: Card, told_by: str) -> str:
+        if self._book is None:
+            return ""
+        return self._book.admit(card.node_id, card.identity_public_key, card.roles, told_by=told_by)
 
     def _own_id(self, card: Card, age_ms: int) -> list[DirectoryEffect]:
         """Our own card coming back is no news, unless it is not ours."""

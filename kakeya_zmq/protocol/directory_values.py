@@ -41,12 +41,14 @@ class DirectorySettings:
 class CardsArrived:
     """Signed cards from another node's question or the bus, with their ages as told by the sender, in ms.
 
-    ``unix_s``: our wall clock, to judge those of others; None: they are not judged.
+    ``unix_s``: our wall clock, to judge those of others; None: they are not judged. ``told_by``: whose exchange it was;
+    empty: the bus, where anybody may write under anybody's name.
     """
 
     cards: tuple[bytes, ...] = field(repr=False)
     ages_ms: tuple[int, ...]
     unix_s: float | None = None
+    told_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,13 +46,17 @@ UNREACHED_PORT: Final = "sent no data from its bulk port: is it open? (see --bul
 
 @dataclass(frozen=True, slots=True)
 class RequestArrived:
-    """A peer asks us something. ``deadline`` is absolute, seconds on the monotonic clock."""
+    """A peer asks us something. ``deadline`` is absolute, seconds on the monotonic clock.
+
+    ``identity_public_key`` is the key the peer has proven, 32 bytes: a name of a client may be another one's after a while.
+    """
 
     key: RequestKey
     node_id: NodeId
     roles: tuple[str, ...]
     body: RequestBody
     deadline: float
+    identity_public_key: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +260,8 @@ class WantedPart:
     token_count: int
     bytes_min: int
     bytes_max: int
+    optional: bool = False
+    """The transfer is whole without it."""
 
     @classmethod
     def like(cls, meta: PartMeta) -> WantedPart:

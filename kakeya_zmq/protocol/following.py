@@ -43,7 +43,7 @@ class Following:
     ) -> None:
         self._task = task
         self._holdings = holdings
-        self._estimates = Estimates(task, rates)
+        self._estimates = Estimates(task, rates, holdings.held_by)
         self._flights = flights
         self._store = store
         self._flight: Flight | None = None

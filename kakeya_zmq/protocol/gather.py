@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 from kakeya_zmq.backoff import Trouble
 from kakeya_zmq.blocks import ROOT_HASH
-from kakeya_zmq.coverage import describe_gap
+from kakeya_zmq.coverage import best_boundary, describe_gap
 from kakeya_zmq.planner import MeasuredRates, decide_link_codec
 from kakeya_zmq.protocol.effects import (
     NO_CONNECTION,
@@ -121,6 +121,7 @@ class Gathering:
         self._floor = floor
         views = sorted(task.caches, key=link_order)[: self._settings.peers_max]
         self._peers = [Peer(view) for view in views]
+        self._workers = {worker.node_id for worker in task.workers}
         self._choice = GatherChoice(task, holdings, rates, floor)
         self._lookup_began = 0.0
         self._patience_deadline = math.inf
@@ -243,6 +244,9 @@ class Gathering:
         for tail in peer.take_reply(reply, self._asked, self._ends, self._is_own_tokens):
             self._holdings.add_tail(tail)
         self._holdings.note_known(peer.has, self._hash_tail)
+        if peer.view.node_id in self._workers:
+            boundary = best_boundary(self._task.chain, self._task.facts.requirement, peer.has)
+            self._holdings.held_by[peer.view.node_id] = boundary
 
     def _is_own_tokens(self, tail: Tail | Cut) -> bool:
         """Whether the tail's tokens are the prompt's own: only the hash of our own tokens can tell."""
@@ -309,6 +313,7 @@ class Gathering:
         if shares and not self._choice.fetch_pays(_links(shares), reach.position):
             return self._finish()
         self.aim = reach
+        self._holdings.hold(reach, now)
         effects: list[Effect] = []
         for peer, refs in shares:
             if peer.fetch is None:

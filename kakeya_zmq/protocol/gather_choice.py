@@ -30,7 +30,7 @@ class GatherChoice:
         self._holdings = holdings
         self._rates = rates
         self._floor = floor
-        self.estimates = Estimates(task, rates)
+        self.estimates = Estimates(task, rates, holdings.held_by)
 
     def at_hand(self) -> int:
         return max(self._floor, self._holdings.reach(self._holdings.has).position)

@@ -15,7 +15,7 @@ from kakeya_zmq.protocol.effects import Count, Effect, Note, WantedPart
 from kakeya_zmq.protocol.prepare_values import PreparationTask, TailHash, ValueSetter
 from kakeya_zmq.store import BlockStore
 from wire.errors import KakeyaError
-from wire.ids import LeaseId
+from wire.ids import LeaseId, NodeId
 from wire.limits import TEXT_CHARACTERS_MAX
 from wire.messages import Cut, Decision, PartKind, PartRef, Requirement, Source, SourceKind
 
@@ -51,6 +51,10 @@ def estimate_bytes(position: int, requirement: Requirement, part_bytes_per_token
     return total
 
 
+def _holds_nothing(ref: PartRef) -> bool:
+    return False
+
+
 class Holdings:
     """Parts at hand for one prompt.
 
@@ -64,6 +68,7 @@ class Holdings:
         self._task = task
         self.set_value = set_value
         self._store = store
+        self._has_stored = store.presence(task.fingerprint) if store is not None else _holds_nothing
         self._requirement = task.facts.requirement
         self._arrived: dict[PartRef, Part] = {}
         self._origins: dict[PartRef, Origin] = {}
@@ -77,6 +82,8 @@ class Holdings:
         """Where tails in the own store go on with this prompt's tokens."""
         self.received_bytes = 0
         self.new_parts: list[Part] = []
+        self.held_by: dict[NodeId, int] = {}
+        """Position up to which a node said that it can do without computing."""
         self.reasons: list[str] = []
         self.last_failure = ""
         """The latest of the reasons that something failed."""
@@ -91,12 +98,12 @@ class Holdings:
     # --- coverage ---------------------------------------------------------------------------------------------------
 
     def has(self, ref: PartRef) -> bool:
-        return ref in self._arrived or (self._store is not None and self._store.has(ref))
+        return ref in self._arrived or self._has_stored(ref)
 
     def find(self, ref: PartRef) -> Part | None:
         """The part, if it is at hand."""
         part = self._arrived.get(ref)
-        return part if part is not None or self._store is None else self._store.get(ref)
+        return part if part is not None or self._store is None else self._store.get(ref, fingerprint=self._task.fingerprint)
 
     def take(self, ref: PartRef) -> Part | None:
         """The part for an import, if it is at hand and undamaged; a damaged one is dropped from the store.
@@ -107,7 +114,7 @@ class Holdings:
         if part is None or ref in self._arrived or is_intact(part):
             return part
         if self._store is not None:
-            self._store.invalidate(ref)
+            self._store.invalidate(ref, fingerprint=self._task.fingerprint)
         self.reason("a stored part was damaged and is not used")
         return None
 
@@ -176,13 +183,13 @@ class Holdings:
         needed = needed_parts(reach.chain, reach.position, self._requirement)
         return tuple(ref for ref in needed if not self.has(ref))
 
-    def expected(self, refs: Iterable[PartRef]) -> tuple[WantedPart, ...]:
+    def expected(self, refs: Iterable[PartRef], *, optional: bool = False) -> tuple[WantedPart, ...]:
         """What parts of this prompt must look like when they come: all that the own model and tokens tell of them."""
         parts: list[WantedPart] = []
         for ref in refs:
             block = self._blocks[ref.block_hash]
             least, most = self._task.facts.part_bytes_range(ref.kind, block.part_tokens)
-            parts.append(WantedPart(ref, block.parent_hash, block.start, block.part_tokens, least, most))
+            parts.append(WantedPart(ref, block.parent_hash, block.start, block.part_tokens, least, most, optional))
         return tuple(parts)
 
     def add_tail(self, tail: Block) -> None:
@@ -275,7 +282,7 @@ class Holdings:
         self.new_parts.extend(part for part in parts if part.meta.ref not in known)
 
     def _promote(self, part: Part, now: float) -> list[Effect]:
-        if self._store is None or self._store.has(part.meta.ref):
+        if self._store is None or self._has_stored(part.meta.ref):
             return []
         if not self._put(part, now):
             self.store_failed = True
@@ -323,7 +330,7 @@ class Holdings:
         """The parts of a hit at ``reach`` as the engine takes them, by (start, kind); None when one has vanished."""
         refs = needed_parts(reach.chain, reach.position, self._requirement)
         if self._store is not None:
-            self._store.touch(refs, now)
+            self._store.touch(refs, now, fingerprint=self._task.fingerprint)
         found: list[Part] = []
         for ref in refs:
             part = self.take(ref)
@@ -339,13 +346,17 @@ class Holdings:
         return sum(part.meta.length_bytes for part in found if part is not None)
 
     def hold(self, reach: Reach, now: float) -> None:
-        """Lease what the local store contributes to ``reach``, so that it stays until :meth:`release`."""
+        """Lease what the local store contributes to ``reach``, so that it stays until :meth:`release` or the next call.
+
+        Whoever has others bring the rest calls it before: what they bring goes into the store, too, and makes room there.
+        """
         if self._store is None or reach.position == 0:
             return
-        refs = [ref for ref in needed_parts(reach.chain, reach.position, self._requirement) if self._store.has(ref)]
+        refs = [ref for ref in needed_parts(reach.chain, reach.position, self._requirement) if self._has_stored(ref)]
         self.release()
         try:
-            self._lease_id = self._store.lease(refs, now, self._task.stages_ms).lease_id
+            fingerprint, lease_ms = self._task.fingerprint, self._task.stages_ms
+            self._lease_id = self._store.lease(refs, now, lease_ms, fingerprint=fingerprint).lease_id
         except KakeyaError:  # the parts may be evicted before the import then, which is a miss, not an error
             self._lease_id = None
 
@@ -362,7 +373,7 @@ class Holdings:
         for ref in dropped:
             self._arrived.pop(ref, None)
             if self._store is not None:
-                self._store.invalidate(ref)
+                self._store.invalidate(ref, fingerprint=self._task.fingerprint)
         self.new_parts = [part for part in self.new_parts if part.meta.ref not in dropped]
 
     # --- account ----------------------------------------------------------------------------------------------------

@@ -3,8 +3,7 @@
 Rules
 - A session's history is append-only; how appends are grouped never changes its state. An append that fails or is cancelled
   leaves the history as it was, and the session usable.
-- A session belongs to the node that opened it (node ids are bound to identity keys, see .identities); for others it does
-  not exist.
+- A session belongs to the node that opened it, by its name and its identity key; for others it does not exist.
 - One operation at a time on a session; a second one is refused with ABORTED. Different sessions interleave.
 - Between the first and the last token of a generation nothing is asked of the fleet on the session's behalf: what a turn
   produced is handed over for publishing when its generation has ended, when the session is closed, or when no generation
@@ -26,6 +25,7 @@ local store and to the publisher, also when the session is closed before they co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import assert_never
 
 import numpy as np
@@ -91,7 +91,6 @@ from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, Preparati
 from kakeya_zmq.protocol.superseding import supersede
 from kakeya_zmq.store import BlockStore
 from wire.errors import CapacityError, FailureCode, InvalidInput, KakeyaError, RequestFailed
-from wire.ids import NodeId
 from wire.messages import (
     Appended,
     AppendTokens,
@@ -232,15 +231,15 @@ class InferenceService:
             case CreateSession() as body:
                 return self._create(event, body, now)
             case AppendTokens() as body:
-                return self._append(event.key, self._session(body.session_id, event.node_id), body, now)
+                return self._append(event.key, self._session(body.session_id, event), body, now)
             case Generate() as body:
-                return self._generate(event.key, self._session(body.session_id, event.node_id), body, now)
+                return self._generate(event.key, self._session(body.session_id, event), body, now)
             case CloseSession(session_id=session_id):
-                session = self._session(session_id, event.node_id)
+                session = self._session(session_id, event)
                 reply = SendReply(event.key, SessionClosed(history_tokens=len(session.history)))
                 return [*self._close(session, "the session was closed", now), reply]
             case GetSession(session_id=session_id):
-                session = self._session(session_id, event.node_id)
+                session = self._session(session_id, event)
                 state = SessionState(
                     history_tokens=len(session.history),
                     kv_bytes=self._session_kv_bytes(session.session_id),
@@ -251,9 +250,10 @@ class InferenceService:
             case _:
                 return []
 
-    def _session(self, session_id: str, asker: NodeId) -> Session:
+    def _session(self, session_id: str, event: RequestArrived) -> Session:
         session = self._sessions.get(session_id)
-        if session is None or session.creator != asker:
+        asker = (event.node_id, event.identity_public_key)
+        if session is None or (session.creator, session.creator_key) != asker:
             raise RequestFailed(FailureCode.NOT_FOUND, "no such session", remedy="it was closed, evicted or never created")
         return session
 
@@ -270,7 +270,7 @@ class InferenceService:
                 raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text, remedy="try again, or raise --capacity")
             oldest = min(idle, key=lambda session: session.last_used)
             effects += [Count("sessions_evicted"), *self._close(oldest, "evicted to make room", now)]
-        session = Session("sess-" + self._random_bytes(16).hex(), event.node_id, body, now)
+        session = Session("sess-" + self._random_bytes(16).hex(), event.node_id, event.identity_public_key, body, now)
         self._sessions[session.session_id] = session
         created = SessionCreated(
             session_id=session.session_id,
@@ -344,7 +344,8 @@ class InferenceService:
         """
         session.publish_at = None
         pending, session.pending = session.pending, []
-        cuts = {cut.block_hash: cut for part in pending for cut in self._store.cuts_within(part.meta.block_hash)}
+        cuts_within = partial(self._store.cuts_within, fingerprint=self._fingerprint)
+        cuts = {cut.block_hash: cut for part in pending for cut in cuts_within(part.meta.block_hash)}
         ready = [part for part in pending if part.meta.block_hash not in cuts]
         if not (tails or session.closed):
             session.pending = [part for part in ready if part.meta.token_count < self._block_tokens]

@@ -122,7 +122,8 @@ class Session:
 
     session_id: str
     creator: NodeId
-    """Who opened it; for anybody else it does not exist."""
+    creator_key: bytes = field(repr=False)
+    """Name and identity key of who opened it; for anybody else it does not exist."""
     options: CreateSession
     last_used: float
     history: TokenArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))

@@ -4,8 +4,10 @@ Rules
  1. Workers are tried one after another, cheapest first, only those that pay (all of them when remote is required); one
     that was left as too slow is tried once more when those it was left for have failed. The whole stage ends by
     ``worker_timeout_s``.
- 2. A job asks for exactly the parts that a hit at the target needs beyond the deepest position already at hand. What a
-    failed worker has sent is kept: the next one is asked for less.
+ 2. A job asks for the parts that a hit at the target needs beyond the deepest position already at hand. What a failed
+    worker has sent is kept: the next one is asked for less. Where a hit needs parts that a later one does not (a window, a
+    state), the worker also sends those at checkpoints on its way, as often as the link affords: otherwise nothing of a job
+    that breaks off could be used.
  3. A job is left when another worker, or computing here, would have won by now (see .hedge); what it has sent is kept.
     Whatever ends a job, the ways on are compared anew.
  4. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
@@ -19,12 +21,19 @@ it comes before the preparation ends, it tells the worker's speed.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from kakeya_zmq.backoff import Trouble
-from kakeya_zmq.blocks import needed_parts
-from kakeya_zmq.planner import SEGMENT_TOKENS_DEFAULT, MeasuredRates, decide_link_codec
+from kakeya_zmq.blocks import checkpoint_parts, needed_parts
+from kakeya_zmq.planner import (
+    LINK_MEGABITS_PER_SECOND_DEFAULT,
+    SEGMENT_TOKENS_DEFAULT,
+    MeasuredRates,
+    checkpoint_spacing,
+    decide_link_codec,
+)
 from kakeya_zmq.protocol.effects import (
     NO_CONNECTION,
     UNREACHED_PORT,
@@ -48,7 +57,7 @@ from kakeya_zmq.protocol.effects import (
 from kakeya_zmq.protocol.estimates import Estimates
 from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, OBSERVE_MIN_S, Watch, is_too_slow, switch_decision
 from kakeya_zmq.protocol.holdings import Holdings, Reach
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress, WorkerView
 from kakeya_zmq.protocol.routes import RouteChoice, choose_route
 from wire.errors import FailureCode
 from wire.ids import NodeId
@@ -81,13 +90,19 @@ class _Attempt:
     ask: AskId
     node_id: NodeId
     wanted: tuple[PartRef, ...]
+    checkpoint_tokens: int
+    """How far the checkpoints lie apart that it sends on its way; 0: it sends none."""
+    checkpoints: tuple[PartRef, ...]
+    """What they are made of; may come or not."""
     base: int
     """Tokens that are at hand without it."""
     started: float
     patience_s: float
     stall_deadline: float
     computing: Watch
-    """Counts tokens."""
+    """Counts tokens, behind ``computed_from``."""
+    computed_from: int
+    """Where the worker's own store is taken to end."""
     sending: Watch
     """Counts bytes; of nothing where they do not come evenly."""
     check_at: float
@@ -126,7 +141,7 @@ class Offload:
         self._ids = ids
         self._rates = rates
         self._random_bytes = random_bytes
-        self._estimates = Estimates(task, rates)
+        self._estimates = Estimates(task, rates, holdings.held_by)
         self._tried: set[NodeId] = set()
         self._left: set[NodeId] = set()
         """Those of the tried that did not fail, but were too slow."""
@@ -238,6 +253,7 @@ class Offload:
             self.phase = OffloadPhase.FINISHED
             return []
         self._tried.add(node_id)
+        self._holdings.hold(Reach(base, task.chain), now)
         starts = {block.block_hash: block.start for block in task.chain.blocks}
         # A part beyond the base that happens to be at hand stays in the list: the worker will send it, not knowing of it.
         wanted = tuple(
@@ -254,18 +270,40 @@ class Offload:
         work_s = self._estimates.job_ms(worker, base, queued=False) / 1000.0
         # Without full attention most parts come at the very end.
         even_bytes = self._estimates.job_bytes(base) if task.facts.requirement.full else 0
+        every = self._checkpoint_tokens(worker, base)
         return _Attempt(
             ask=self._ids.ask(),
             node_id=node_id,
             wanted=wanted,
+            checkpoint_tokens=every,
+            checkpoints=checkpoint_parts(task.chain, every, base, task.facts.requirement),
             base=base,
             started=now,
             patience_s=patience_s,
             stall_deadline=now + patience_s,
-            computing=Watch(now, expected_s, task.target - base, work_s),
+            computing=Watch(now, expected_s, self._estimates.job_tokens(node_id), work_s),
+            computed_from=task.target - self._estimates.job_tokens(node_id),
             sending=Watch(now, expected_s, even_bytes, work_s),
             check_at=now + OBSERVE_MIN_S,
         )
+
+    def _checkpoint_tokens(self, worker: WorkerView, base: int) -> int:
+        """How far the checkpoints of a job are to lie apart; 0: none are worth it, or there is no room for them."""
+        task = self._task
+        requirement, (_, window_bytes, state_bytes) = task.facts.requirement, task.facts.part_bytes_per_token
+        checkpoint_bytes = window_bytes * requirement.window_tokens + (state_bytes if requirement.state else 0)
+        if checkpoint_bytes <= 0:
+            return 0
+        every = checkpoint_spacing(
+            checkpoint_bytes,
+            requirement.window_tokens,
+            math.lcm(SEGMENT_TOKENS, requirement.block_tokens),
+            self._rates.worker_tokens_per_second(worker.node_id, worker.prefill_tokens_per_second),
+            worker.megabytes_per_second or LINK_MEGABITS_PER_SECOND_DEFAULT / 8,
+        )
+        count = (task.target - 1) // every - base // every
+        moved_bytes = self._holdings.received_bytes + self._estimates.job_bytes(base) + count * checkpoint_bytes
+        return every if count > 0 and moved_bytes <= self._settings.max_import_bytes else 0
 
     def _submission(self, attempt: _Attempt, base: int, now: float) -> Ask:
         task, settings = self._task, self._settings
@@ -285,6 +323,7 @@ class Offload:
             credit_bytes=settings.credit_bytes,
             link_codec=link.codec,
             value_bytes=settings.value_bytes,
+            checkpoint_tokens=attempt.checkpoint_tokens,
         )
         return Ask(attempt.ask, attempt.node_id, body, max(0.001, self._stage_deadline - now))
 
@@ -303,13 +342,14 @@ class Offload:
                 # The worker knows its queue better than its card did.
                 attempt.computing.expected_s = eta_ms / 1000.0 + attempt.computing.work_s
             case AskProgressed(body=JobProgress(tokens_done=done, tokens_total=total)):
-                attempt.computing.advance_to(min(done, total) - attempt.base, now)
+                attempt.computing.advance_to(min(done, total) - attempt.computed_from, now)
                 self._report(done, total)
             case AskProgressed(body=TransferGrant() as grant) if attempt.lane is None:
                 attempt.lane = self._ids.lane()
                 attempt.computing.begin(now)
                 attempt.sending.begin(now)
                 expected = self._holdings.expected(attempt.wanted)
+                expected += self._holdings.expected(attempt.checkpoints, optional=True)
                 left_bytes = self._settings.max_import_bytes - self._holdings.received_bytes
                 budget_bytes = max(1, min(left_bytes, sum(part.bytes_max for part in expected)))
                 # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.

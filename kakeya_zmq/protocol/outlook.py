@@ -29,7 +29,7 @@ class Outlook:
     def __init__(self, task: PreparationTask, holdings: Holdings, rates: MeasuredRates) -> None:
         self._task = task
         self._holdings = holdings
-        self._estimates = Estimates(task, rates)
+        self._estimates = Estimates(task, rates, holdings.held_by)
         self._promised: frozenset[PartRef] = frozenset()
         self._phase: Phase | None = None
 

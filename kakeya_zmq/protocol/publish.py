@@ -183,6 +183,7 @@ class Publisher:
         self._active: list[_Active] = []
         self._paused: dict[tuple[NodeId, bytes], float] = {}
         """Peers that are passed over for a fingerprint, and until when."""
+        self._took: dict[NodeId, float] = {}
 
     @property
     def waiting(self) -> int:
@@ -192,6 +193,10 @@ class Publisher:
     @property
     def idle(self) -> bool:
         return not self._queue and not self._active
+
+    def took_at(self, node_id: NodeId) -> float | None:
+        """When a peer last said that it holds what it was offered; None when it never did."""
+        return self._took.get(node_id)
 
     def deadline(self) -> float | None:
         return min((min(active.deadline, active.stall_deadline) for active in self._active), default=None)
@@ -401,6 +406,7 @@ class Publisher:
                 # Refused before anything was sent: it has no room. A transfer that broke says nothing about room.
                 self._pause(active, now + self._settings.full_pause_s)
             return self._fail(active, "was refused", now, cancel=False)
+        self._took[active.delivery.node_id] = now
         effects: list[Effect] = [Count("publish_successes")]
         if active.phase is DeliveryPhase.SENDING:
             # The result may overtake the lane's own report; the peer has taken what it wanted.

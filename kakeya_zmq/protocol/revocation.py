@@ -2,12 +2,16 @@
 
 Rules
 - A revocation is taken when its signature holds and its issuer may revoke: with a roster, who is listed there as an
-  administrator; without, a node whose key is bound to its name here (docs/decisions/0016).
-- A key is revoked once and for good; a second revocation of it is no news. Who is revoked cannot revoke.
-- The book is bounded, and so is what one issuer has in it; what does not fit is refused, and says so.
-- A member can revoke keys that nobody ever had, without end. So a revocation of a key that is bound to a name here, where
-  there is no room for it, takes the place of the oldest one of a key that is not: of the same issuer where it is the
-  issuer's bound, else of anybody. And when an issuer is revoked, its revocations of keys that are not bound here go.
+  administrator; without, a node whose key is bound to its name here, or is revoked here (docs/decisions/0016).
+- **A key is refused when any revocation of it counts, whether or not the issuer of that one is revoked itself.** So what
+  counts depends on which revocations there are, and not on the order in which they came: all nodes end with the same, and
+  nobody can lift a revocation by another one (docs/decisions/0018). Two nodes that revoke each other are both refused.
+- The roster is the last word: revocations of who is no administrator any more do not count, and count again when he is.
+- The book is bounded. Of one issuer's revocations the earliest PER_ISSUER_MAX count, by (time it claims, mark). When the
+  book is full, a revocation of a key that is bound to a name here takes the place of one that does not count, else of one
+  of a key that is not bound; others are refused, and say so.
+- What comes from the node's own file is judged by the same rules, but that without a roster who had been entitled when his
+  revocation was taken is so for good.
 
 Exchanges carry the marks of what each side holds; what the other lacks comes back, what it has more is asked for. So a
 revocation comes everywhere that cards come, as fast as they do. One exchange takes a few; where more differ, the next one
@@ -16,13 +20,14 @@ begins elsewhere, so that those which the other side refuses do not stand in the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from wire.errors import RemoteProtocolError
 from wire.limits import REVOCATIONS_MAX, REVOCATIONS_PER_EXCHANGE_MAX
-from wire.revocations import MARK_BYTES, Revocation, mark_of_key, open_revocation
+from wire.revocations import MARK_BYTES, Revocation, open_revocation
 
 MALFORMED: Final = "a revocation is malformed or its signature does not hold"
 NOT_ENTITLED: Final = "a revocation is not taken: its issuer may not revoke here"
@@ -32,21 +37,40 @@ PER_ISSUER_MAX: Final = 32
 _STEP: Final = 13
 """How far on in a list the next exchange begins: less than it takes, so that nothing is left out, and prime."""
 
+_Order: TypeAlias = tuple[float, bytes, bytes]
+
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What came of some revocations: those that are new, and why others were refused (fixed texts)."""
+    """What came of some revocations.
+
+    ``revoked``: those that made a key refused; ``reinstated``: keys that are refused no more, as what revoked them had to
+    make room; ``refused``: why others were not taken (fixed texts).
+    """
 
     revoked: tuple[Revocation, ...]
+    reinstated: tuple[bytes, ...]
     refused: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    revocation: Revocation
+    blob: bytes
+    """As it travels."""
+
+    @property
+    def order(self) -> _Order:
+        return self.revocation.issued_at_unix, self.revocation.mark, self.blob
 
 
 class RevocationBook:
     """The revocations of one node.
 
     Args:
-        entitled: whether the holder of this key may revoke.
-        known: signed revocations of earlier runs, which were judged then.
+        entitled: whether the holder of this key may revoke, when somebody tells a revocation of it.
+        known: signed revocations from the node's own file.
+        valid: whether what the holder of this key has revoked before still counts.
         bound: whether a key is bound to a node's name here, by the roster or because it was seen.
     """
 
@@ -55,25 +79,26 @@ class RevocationBook:
         entitled: Callable[[bytes], bool],
         known: Iterable[bytes] = (),
         *,
+        valid: Callable[[bytes], bool] = lambda key: True,
         bound: Callable[[bytes], bool] = lambda key: True,
     ) -> None:
         self._entitled = entitled
+        self._valid = valid
         self._bound = bound
-        self._held: dict[bytes, bytes] = {}
-        """Mark → the revocation as it travels, the oldest first."""
-        self._keys: dict[bytes, Revocation] = {}
-        """By revoked key, in the same order."""
-        self._unbound: set[bytes] = set()
-        """Revoked keys that were not bound here when their revocation was taken."""
+        self._held: dict[bytes, _Held] = {}
+        """By mark, the one that was taken longest ago first."""
+        self._of_issuer: dict[bytes, set[bytes]] = {}
+        """Issuer's key → marks."""
+        self._dormant: set[bytes] = set()
+        """Marks of those that do not count: their issuers may not revoke any more."""
+        self._keys: Counter[bytes] = Counter()
+        """Revoked keys, and how many revocations of each count."""
         self._turn = 0
-        for blob in known:
-            try:
-                self._take(open_revocation(blob), blob)
-            except RemoteProtocolError:  # a damaged line of our own file costs that line
-                continue
+        self.merge_own(known)
 
     def __len__(self) -> int:
-        return len(self._held)
+        """How many keys are revoked."""
+        return len(self._keys)
 
     def __contains__(self, identity_public_key: object) -> bool:
         return identity_public_key in self._keys
@@ -84,23 +109,34 @@ class RevocationBook:
         return tuple(self._keys)
 
     def blobs(self) -> tuple[bytes, ...]:
-        """All, as they travel: what is kept over a restart."""
-        return tuple(self._held.values())
+        """All, as they travel, also those that do not count now: what is kept over a restart."""
+        return tuple(held.blob for held in self._held.values())
+
+    # --- exchanges -----------------------------------------------------------------------------------------------
 
     def marks(self) -> bytes:
-        """What we hold, 8 bytes each."""
-        return b"".join(self._held)
+        """What we hold and let count, 8 bytes each."""
+        return b"".join(self._counting())
 
     def lacking(self, marks: bytes) -> tuple[bytes, ...]:
         """Ours that the holder of these marks lacks, as many as fit an exchange."""
         theirs = set(_split(marks))
-        return tuple(self._some([blob for mark, blob in self._held.items() if mark not in theirs]))
+        return tuple(self._some([self._held[mark].blob for mark in self._counting() if mark not in theirs]))
 
     def wanted(self, marks: bytes) -> bytes:
         """Marks among these that we lack, as many as fit an exchange and this book. One at least: of that one its holder
         learns that we lack it, even when we refuse it then."""
-        room = max(1, REVOCATIONS_MAX - len(self._held) + len(self._unbound))
-        return b"".join(self._some([mark for mark in _split(marks) if mark not in self._held])[:room])
+        room = max(1, REVOCATIONS_MAX - len(self._held) + len(self._yielding()))
+        lacked = [mark for mark in _split(marks) if mark not in self._held or mark in self._dormant]
+        return b"".join(self._some(lacked)[:room])
+
+    def named(self, marks: bytes) -> tuple[bytes, ...]:
+        """Ours with these marks."""
+        found = [self._held[mark].blob for mark in _split(marks) if mark in self._held and mark not in self._dormant]
+        return tuple(found[:REVOCATIONS_PER_EXCHANGE_MAX])
+
+    def _counting(self) -> list[bytes]:
+        return [mark for mark in self._held if mark not in self._dormant]
 
     def _some(self, found: Sequence[bytes]) -> Sequence[bytes]:
         """As many of these as fit an exchange, others each time."""
@@ -110,60 +146,116 @@ class RevocationBook:
         start = self._turn * _STEP % len(found)
         return [*found[start:], *found[:start]][:REVOCATIONS_PER_EXCHANGE_MAX]
 
-    def named(self, marks: bytes) -> tuple[bytes, ...]:
-        """Ours with these marks."""
-        return tuple(self._held[mark] for mark in _split(marks) if mark in self._held)[:REVOCATIONS_PER_EXCHANGE_MAX]
+    # --- what is taken -------------------------------------------------------------------------------------------
 
     def merge(self, blobs: Iterable[bytes]) -> Merged:
-        """Take what is new and right."""
-        revoked: list[Revocation] = []
+        """Take what somebody told, as far as it is new and right."""
+        return self._merge(blobs, self._entitled)
+
+    def merge_own(self, blobs: Iterable[bytes]) -> Merged:
+        """Take what stands in the node's own file; revocations whose issuer may not revoke any more are kept, too."""
+        return self._merge(blobs, lambda issuer: True)
+
+    def judge_again(self) -> tuple[tuple[Revocation, ...], tuple[bytes, ...]]:
+        """The roster has changed: revocations by which a key is refused now and was not before, and keys the other way
+        round."""
+        before = set(self._keys)
+        for mark, held in self._held.items():
+            self._let_count(mark, held, self._valid(held.revocation.issuer_public_key))
+        revoked = {
+            key: self._held[mark].revocation
+            for mark in self._counting()
+            if (key := self._held[mark].revocation.identity_public_key) not in before
+        }
+        return tuple(revoked.values()), tuple(before - self._keys.keys())
+
+    def _merge(self, blobs: Iterable[bytes], entitled: Callable[[bytes], bool]) -> Merged:
+        before = set(self._keys)
+        taken: list[Revocation] = []
         refused: list[str] = []
         for blob in blobs:
             try:
-                revocation = open_revocation(blob)
+                arrived = _Held(open_revocation(blob), blob)
             except RemoteProtocolError:
                 refused.append(MALFORMED)
                 continue
-            if revocation.identity_public_key in self._keys:
-                continue
-            issuer = revocation.issuer_public_key
-            if issuer in self._keys or not self._entitled(issuer):
-                refused.append(NOT_ENTITLED)
-            elif reason := self._make_room(revocation):
+            if reason := self._take(arrived, entitled):
                 refused.append(reason)
             else:
-                self._take(revocation, blob)
-                revoked.append(revocation)
-                self._drop_all(self._unbound_of(revocation.identity_public_key))
-        return Merged(tuple(revoked), tuple(refused))
+                taken.append(arrived.revocation)
+        revoked = {each.identity_public_key: each for each in reversed(taken) if each.identity_public_key in self._keys}
+        news = [each for key, each in revoked.items() if key not in before]
+        return Merged(tuple(reversed(news)), tuple(before - self._keys.keys()), tuple(refused))
 
-    def _make_room(self, revocation: Revocation) -> str:
-        """Why there is none for it, or an empty text."""
-        issuer = revocation.issuer_public_key
-        full = len(self._held) >= REVOCATIONS_MAX
-        many = sum(held.issuer_public_key == issuer for held in self._keys.values()) >= PER_ISSUER_MAX
-        if not (full or many):
+    def _take(self, arrived: _Held, entitled: Callable[[bytes], bool]) -> str:
+        """Why it is not taken, or an empty text; also when it is held already."""
+        mark, issuer = arrived.revocation.mark, arrived.revocation.issuer_public_key
+        held = self._held.get(mark)
+        if (held is None or mark in self._dormant) and not entitled(issuer):
+            return NOT_ENTITLED
+        if held is not None:
+            if arrived.order < held.order:  # which of the two came first must not matter
+                self._held[mark] = arrived
             return ""
-        yielding = self._unbound_of(issuer if many else None) if self._bound(revocation.identity_public_key) else []
-        self._drop_all(yielding[:1])
-        return "" if yielding else TOO_MANY_OF_ISSUER if many else FULL
+        if reason := self._make_room(arrived):
+            return reason
+        self._held[mark] = arrived
+        self._of_issuer.setdefault(issuer, set()).add(mark)
+        self._keys[arrived.revocation.identity_public_key] += 1
+        self._let_count(mark, arrived, self._valid(issuer))
+        return ""
 
-    def _unbound_of(self, issuer: bytes | None) -> list[bytes]:
-        """Revoked keys that were not bound here, of this issuer or of all, the oldest first."""
-        return [key for key, held in self._keys.items() if key in self._unbound and issuer in (None, held.issuer_public_key)]
+    def _let_count(self, mark: bytes, held: _Held, counts: bool) -> None:
+        if counts != (mark in self._dormant):
+            return
+        key = held.revocation.identity_public_key
+        if counts:
+            self._dormant.discard(mark)
+            self._keys[key] += 1
+        else:
+            self._dormant.add(mark)
+            self._uncount(key)
 
-    def _drop_all(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
+    def _uncount(self, key: bytes) -> None:
+        self._keys[key] -= 1
+        if not self._keys[key]:
             del self._keys[key]
-            del self._held[mark_of_key(key)]
-            self._unbound.discard(key)
 
-    def _take(self, revocation: Revocation, blob: bytes) -> None:
-        key = revocation.identity_public_key
-        self._held[mark_of_key(key)] = blob
-        self._keys[key] = revocation
-        if not self._bound(key):
-            self._unbound.add(key)
+    # --- room ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, arrived: _Held) -> str:
+        """Why there is none for it, or an empty text."""
+        marks = self._of_issuer.get(arrived.revocation.issuer_public_key, set())
+        if len(marks) >= PER_ISSUER_MAX:
+            last = max((self._held[mark] for mark in marks), key=lambda held: held.order)
+            if arrived.order > last.order:
+                return TOO_MANY_OF_ISSUER
+            self._drop(last)
+        elif len(self._held) >= REVOCATIONS_MAX:
+            yielding = self._yielding() if self._bound(arrived.revocation.identity_public_key) else []
+            if not yielding:
+                return FULL
+            self._drop(yielding[0])
+        return ""
+
+    def _yielding(self) -> list[_Held]:
+        """What makes room in a full book, the first one first."""
+        if len(self._held) < REVOCATIONS_MAX:
+            return []
+        dormant = [self._held[mark] for mark in self._held if mark in self._dormant]
+        others = [self._held[mark] for mark in self._counting()]
+        return [*dormant, *(each for each in others if not self._bound(each.revocation.identity_public_key))]
+
+    def _drop(self, held: _Held) -> None:
+        mark, issuer = held.revocation.mark, held.revocation.issuer_public_key
+        del self._held[mark]
+        self._of_issuer[issuer].discard(mark)
+        if not self._of_issuer[issuer]:
+            del self._of_issuer[issuer]
+        if mark in self._dormant:
+            self._dormant.discard(mark)
+        else:
+            self._uncount(held.revocation.identity_public_key)
 
 
 def _split(marks: bytes) -> list[bytes]:

@@ -8,7 +8,9 @@ Rules
   that is gone.
 * A publish is promised room before its lane is bound: what the store could make, less what others were promised. Nothing
   is evicted for a promise, only for parts that have come: an offer that is never sent costs nobody anything.
-* Parts of an offer that are already held are leased until its request ends: they are the prefix the new parts hang on.
+* Parts of an offer that are already held in its namespace are leased until its request ends: they are the prefix the new
+  parts hang on. What other namespaces hold under the same hashes changes nothing of an answer.
+* A lease serves the node that it was given to, as long as its namespace exists for that node; for others it is unknown.
 * A fetch keeps the asker's lease alive while it runs. The asker may release it in the middle: the sender has the parts.
 
 Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers; a transfer goes
@@ -28,7 +30,8 @@ A lane may finish before all its events were read by us only in that order: even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, assert_never
 
 from msgspec.structs import replace
@@ -68,7 +71,7 @@ from kakeya_zmq.protocol.serve_values import (
     publish_result,
     renew_at,
 )
-from kakeya_zmq.store import BlockStore, LeaseError, PutOutcome
+from kakeya_zmq.store import BlockStore, LeaseError, LeaseInfo, PutOutcome
 from wire import limits
 from wire.bulk import choose_suite
 from wire.codec import pack_bitmap
@@ -95,6 +98,8 @@ from wire.messages import (
 __all__ = ["NO_LEASE", "CacheService"]
 NOWHERE: Final = bytes(HASH_BYTES)
 """A namespace without content: no compatibility tuple has this hash."""
+UNKNOWN_LEASE: Final = "the lease is unknown or has expired"
+"""What the store says of one, too: a lease of somebody else looks like none."""
 
 
 class CacheService:
@@ -199,7 +204,8 @@ class CacheService:
             case Lookup():
                 return self._lookup(event, body, now)
             case ReleaseLease(lease_id=lease_id):
-                self._store.release(LeaseId(lease_id))
+                if self._lease_of(event.node_id, LeaseId(lease_id), now) is not None:
+                    self._store.release(LeaseId(lease_id))
                 return [SendReply(key, Done())]
             case Fetch():
                 return self._fetch(event, body, now)
@@ -214,7 +220,7 @@ class CacheService:
         hidden = self._hides(event.node_id, body.fingerprint)
         body = replace(body, fingerprint=NOWHERE if hidden else body.fingerprint)
         try:
-            answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max)
+            answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max, owner=event.node_id)
         except RemoteProtocolError as error:  # the peer's bytes, not our fault
             return self._refuse(key, error.code, error.message)
         counts: list[Effect] = [Count("cache_lookups")]
@@ -231,6 +237,8 @@ class CacheService:
         suite = self._suite(body.suites)
         if suite is None or len(set(body.parts)) != len(body.parts):
             return self._refuse(key, FailureCode.INVALID_ARGUMENT, "no usable cipher suite, or a part named twice")
+        if self._lease_of(event.node_id, lease_id, now) is None:
+            return self._refuse(key, FailureCode.NOT_FOUND, UNKNOWN_LEASE)
         try:
             parts = self._store.leased_parts(lease_id, body.parts, now)
             info = self._store.renew(lease_id, now, limits.LEASE_MS_DEFAULT)
@@ -253,6 +261,14 @@ class CacheService:
         bind = BindSender(lane, suite, chunk_bytes, credit_bytes, body.link_codec, body.value_bytes)
         return [Count("cache_fetches"), bind]
 
+    def _lease_of(self, node_id: NodeId, lease_id: LeaseId, now: float) -> LeaseInfo | None:
+        """A lease that a node was given and may still use, or None."""
+        try:
+            info = self._store.lease_info(lease_id, now)
+        except LeaseError:
+            return None
+        return info if info.owner == node_id and not self._hides(node_id, info.fingerprint) else None
+
     def _publish(self, event: RequestArrived, body: PublishOffer, now: float) -> list[Effect]:
         key = event.key
         if not self._accepts(body.fingerprint) or self._hides(event.node_id, body.fingerprint):
@@ -263,12 +279,13 @@ class CacheService:
             return self._refuse(key, FailureCode.INVALID_ARGUMENT, problem)
         held: list[PartRef] = []
         lacking: list[PartMeta] = []
+        has = self._store.presence(body.fingerprint)
         for meta in body.parts:
-            if self._store.has(ref := meta.ref) or self._store.is_cut(meta, fingerprint=body.fingerprint):
+            if has(ref := meta.ref) or self._store.is_cut(meta, fingerprint=body.fingerprint):
                 held.append(ref)
             else:
                 lacking.append(meta)
-        self._store.touch(held, now)
+        self._store.touch(held, now, fingerprint=body.fingerprint)
         counts: list[Effect] = [Count("cache_publishes")]
         if not lacking:
             self._cut(body.fingerprint, body.cuts)
@@ -276,8 +293,10 @@ class CacheService:
         if (refusal := self._lane_refusal(event.node_id)) is not None:
             return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         lane = self._new_lane()
-        held_lease_id = self._hold(held, now)
-        wanted = fitting_prefix(lacking, self._store.room_bytes(body.fingerprint) - self._promised_bytes())
+        held_lease_id = self._hold(held, body.fingerprint, now)
+        promised = self._promised_bytes()
+        room_bytes = self._store.room_bytes(body.fingerprint, publisher=event.node_id, promised=promised)
+        wanted = fitting_prefix(lacking, room_bytes)
         refused = len(lacking) - len(wanted)
         if refused:
             counts.append(Count("cache_refused_parts", refused))
@@ -311,14 +330,13 @@ class CacheService:
         for cut in cuts:
             self._store.cut(cut, fingerprint=fingerprint)
 
-    def _promised_bytes(self) -> int:
-        """Room that publishes under way still count on."""
-        return sum(
-            meta.length_bytes
-            for transfer in self._transfers.values()
-            if isinstance(transfer, Incoming) and transfer.phase is not TransferPhase.CLOSING
-            for meta in transfer.outstanding.values()
-        )
+    def _promised_bytes(self) -> Mapping[bytes, int]:
+        """Room that publishes under way still count on, by namespace."""
+        promised: Counter[bytes] = Counter()
+        for transfer in self._transfers.values():
+            if isinstance(transfer, Incoming) and transfer.phase is not TransferPhase.CLOSING:
+                promised[transfer.fingerprint] += sum(meta.length_bytes for meta in transfer.outstanding.values())
+        return promised
 
     def _suite(self, offered: Sequence[CipherSuite]) -> CipherSuite | None:
         usable = [suite for suite in offered if self._has_aes or suite != CipherSuite.AES_256_GCM]
@@ -394,7 +412,7 @@ class CacheService:
                 continue  # the lane hands over only what it was told to expect; repeats are harmless
             del transfer.outstanding[part.meta.ref]
             try:
-                outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now)
+                outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now, publisher=transfer.node_id)
             except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
                 refused += 1
                 transfer.reason = clip(error.message)
@@ -468,13 +486,13 @@ class CacheService:
         except LeaseError:  # released by the asker, who no longer minds; the sender holds the parts
             transfer.lease_id = None
 
-    def _hold(self, refs: Sequence[PartRef], now: float) -> LeaseId | None:
+    def _hold(self, refs: Sequence[PartRef], fingerprint: bytes, now: float) -> LeaseId | None:
         """Keep already held parts of an offer in the store until its request ends."""
         if not refs:
             return None
         try:
             longest_ms = 86_400_000  # the protocol's longest deadline; released with the request
-            return self._store.lease(refs, now, longest_ms).lease_id
+            return self._store.lease(refs, now, longest_ms, fingerprint=fingerprint).lease_id
         except CapacityError:  # too many leases: the publish goes on, its prefix may be evicted
             return None
 

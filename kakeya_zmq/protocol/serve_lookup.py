@@ -25,8 +25,11 @@ class LookupAnswer:
     """Whether the answer hides what is held, since no lease could be given on it."""
 
 
-def answer_lookup(store: BlockStore, body: Lookup, now: float, *, lease_ms_max: int) -> LookupAnswer:
+def answer_lookup(store: BlockStore, body: Lookup, now: float, *, lease_ms_max: int, owner: str) -> LookupAnswer:
     """Look a prompt up, refresh and (if asked to) lease what is held of it, and count the lookup in the store.
+
+    Args:
+        owner: the asker; the lease is given to it.
 
     Raises:
         RemoteProtocolError: the hashes are malformed.
@@ -38,7 +41,7 @@ def answer_lookup(store: BlockStore, body: Lookup, now: float, *, lease_ms_max: 
     if found.parts and body.lease_ms > 0:
         try:
             lease_ms = min(body.lease_ms, lease_ms_max)
-            lease_id = store.lease_finding(found, now, lease_ms).lease_id
+            lease_id = store.lease_finding(found, now, lease_ms, owner=owner).lease_id
         except CapacityError:  # too many leases: it could not be fetched, so the asker had better go elsewhere at once
             nothing = pack_bitmap([False] * len(hashes))
             empty = LookupReply(

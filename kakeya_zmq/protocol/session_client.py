@@ -63,8 +63,8 @@ from wire.messages import (
 )
 
 NO_WELCOME: Final = (
-    "it does not answer our hello: it is paused or overloaded, or it knows our node id {node_id} under another identity key "
-    "(every node needs a --node-id of its own)"
+    "it does not answer our hello: it is paused or overloaded, of another protocol version, or knows our node id {node_id} "
+    "under another identity key (every node needs a --node-id of its own)"
 )
 
 
@@ -398,7 +398,7 @@ class ClientSession:
     def _refuse_node(self, welcome: Welcome) -> str | None:
         if self._expected_node_id is not None and welcome.node_id != self._expected_node_id:
             return "another node answers at this address"
-        refusal = self._identities.admit(welcome.node_id, welcome.identity_public_key, welcome.roles)
+        refusal = self._identities.admit(welcome.node_id, welcome.identity_public_key, welcome.roles, dialled=True)
         if refusal == OTHER_KEY:
             return "the node answers with another identity key than before"
         return f"the node that answers is not accepted: {refusal}" if refusal else None

@@ -1,7 +1,8 @@
 """The server's side of its control sessions; rules and theory of operation in kakeya_zmq.protocol.session.
 
-What a member may cost: each connection has so many HELLOs, new nodes come in at a bounded rate, a node has so many sessions
-(a new one takes the place of its oldest), and a :class:`~kakeya_zmq.protocol.limits.RequestLimiter` bounds its requests.
+What a member may cost: each connection and each identity key has so many HELLOs, new nodes come in at a bounded rate, a key
+has so many sessions under all its names (a new one takes the place of its oldest), and a
+:class:`~kakeya_zmq.protocol.limits.RequestLimiter` bounds its requests.
 """
 
 from __future__ import annotations
@@ -95,10 +96,14 @@ OLDER_SESSION_IDLE_S: Final = PING_AFTER_NOT_SENDING_S + 1.0
 HELLOS_PER_S: Final = 1.0
 HELLOS_BURST: Final = 8.0
 """Of one connection: a client repeats a HELLO after a second, and says a new one when its session got lost."""
+KEY_HELLOS_PER_S: Final = 8.0
+KEY_HELLOS_BURST: Final = 64.0
+"""Of one identity key over all its connections: twice as many a second as an honest node may ever need to come back with
+all its sessions."""
 REGISTRATIONS_PER_S: Final = 50.0
 REGISTRATIONS_BURST: Final = 500.0
 """Node ids never seen before, of all connections together: a fleet of some hundred nodes that starts in the same moment."""
-SESSIONS_PER_NODE_MAX: Final = 16
+SESSIONS_PER_KEY_MAX: Final = 16
 """A node has one session, and for SESSION_IDLE_S those that it lost with their connections."""
 
 
@@ -135,6 +140,7 @@ class ServerSessions:
         self._identities = identities or IdentityBook((local.node_id, local.identity.public_key))
         self._limiter = limiter
         self._hello_rates = KeyedBuckets(HELLOS_PER_S, HELLOS_BURST)
+        self._key_hello_rates = KeyedBuckets(KEY_HELLOS_PER_S, KEY_HELLOS_BURST)
         self._registrations = TokenBucket(REGISTRATIONS_PER_S, REGISTRATIONS_BURST)
         self._sessions: dict[bytes, _ServerSession] = {}
         self._routes: dict[bytes, bytes] = {}
@@ -149,6 +155,11 @@ class ServerSessions:
     def peers(self) -> tuple[PeerInfo, ...]:
         """Peers of proven sessions."""
         return tuple(session.peer for session in self._sessions.values() if session.proven)
+
+    def peer_on(self, route: bytes) -> PeerInfo | None:
+        """Whose proven session uses this connection."""
+        session = self._sessions.get(self._routes.get(route, b""))
+        return session.peer if session is not None and session.proven else None
 
     def deadline(self) -> float | None:
         """When to call with Tick at the latest; None: only when something happens."""
@@ -315,9 +326,9 @@ class ServerSessions:
         except RemoteProtocolError as error:
             self._refuse(error.message, effects)
 
-    def _refuse(self, reason: str, effects: list[ServerEffect]) -> None:
+    def _refuse(self, reason: str, effects: list[ServerEffect], node_id: str = "") -> None:
         self.refusals[reason] += 1
-        effects.append(Refused(reason))
+        effects.append(Refused(reason, node_id))
 
     def _hello(self, route: bytes, header: Header, body: bytes, now: float, effects: list[ServerEffect]) -> None:
         if self._moving is not None:
@@ -334,6 +345,8 @@ class ServerSessions:
         # Counted only when it is a member's; before the costly steps, two products on the curve and a signature.
         if self._hello_rates.take(route, now) > 0:
             raise RemoteProtocolError("a connection says hello too often")
+        if self._key_hello_rates.take(hello.identity_public_key, now) > 0:
+            raise RemoteProtocolError("a node says hello too often")
         refusal = self._identify(hello, now)
         if refusal:
             self._refuse(refusal, effects)
@@ -342,7 +355,7 @@ class ServerSessions:
             return
         if known is not None:
             self._end(known, "the client started a new session", effects)
-        self._make_room_of(hello.node_id, effects)
+        self._make_room_of(hello.identity_public_key, effects)
         self._make_room(effects)
         self._hellos[hello_hash] = None
         if len(self._hellos) > HELLOS_REMEMBERED:
@@ -368,9 +381,9 @@ class ServerSessions:
 
         return self._identities.admit(hello.node_id, hello.identity_public_key, hello.roles, in_use)
 
-    def _make_room_of(self, node_id: str, effects: list[ServerEffect]) -> None:
-        own = [session for session in self._sessions.values() if session.peer.node_id == node_id]
-        for session in own[: max(0, len(own) + 1 - SESSIONS_PER_NODE_MAX)]:
+    def _make_room_of(self, public_key: bytes, effects: list[ServerEffect]) -> None:
+        own = [session for session in self._sessions.values() if session.peer.identity_public_key == public_key]
+        for session in own[: max(0, len(own) + 1 - SESSIONS_PER_KEY_MAX)]:
             self._end(session, "the node has too many sessions", effects)
 
     def _make_room(self, effects: list[ServerEffect]) -> None:
@@ -491,6 +504,6 @@ class ServerSessions:
         self, session: _ServerSession, request_id: int, reason: str, message: str, effects: list[ServerEffect]
     ) -> None:
         """A request over a limit: the peer hears what it may do, we count it."""
-        self._refuse(reason, effects)
+        self._refuse(reason, effects, session.peer.node_id)
         failure = Failure(request_id=request_id, code=FailureCode.RESOURCE_EXHAUSTED, message=message)
         self._transmit(session, failure, effects)

@@ -10,6 +10,7 @@ from wire import limits
 from wire.errors import FailureCode, LocalProtocolError
 from wire.keys import NodeIdentity
 from wire.messages import ProgressBody, ReplyBody, RequestBody, UpdateBody
+from wire.text import is_ascii_line, is_node_id, is_word
 
 HELLO_RESEND_S: Final = 1.0
 PING_AFTER_SILENCE_S: Final = 1.0
@@ -50,7 +51,7 @@ class LocalNode:
     """This side.
 
     Raises:
-        LocalProtocolError: a name is empty or too long, or there are too many roles.
+        LocalProtocolError: a name breaks its grammar (:mod:`wire.text`), or there are too many roles.
     """
 
     node_id: str
@@ -60,11 +61,11 @@ class LocalNode:
     software: str
 
     def __post_init__(self) -> None:
-        longest = max(map(len, (self.node_id, self.software, *self.roles)))
-        if not all((self.node_id, *self.roles)) or longest > limits.NAME_CHARACTERS_MAX or len(self.roles) > ROLES_MAX:
-            raise LocalProtocolError(
-                f"names have 1 to {limits.NAME_CHARACTERS_MAX} characters, a node up to {ROLES_MAX} roles"
-            )
+        # What does not fit the grammar would be refused by everybody else.
+        if not is_node_id(self.node_id) or not all(map(is_word, self.roles)) or len(self.roles) > ROLES_MAX:
+            raise LocalProtocolError(f"a node has a plain name and up to {ROLES_MAX} roles, which are words")
+        if not is_ascii_line(self.software) or len(self.software) > limits.NAME_CHARACTERS_MAX:
+            raise LocalProtocolError(f"a version is at most {limits.NAME_CHARACTERS_MAX} characters of ASCII")
 
 
 # --- client events -----------------------------------------------------------------------------------------------
@@ -294,9 +295,10 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Something was dropped; ``reason`` is fixed text, fit for a counter's label."""
+    """Something was dropped; ``reason`` is fixed text, fit for a counter's label. ``node_id``: whose, where that is proven."""
 
     reason: str
+    node_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

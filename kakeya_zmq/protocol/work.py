@@ -119,6 +119,7 @@ class WorkService:
         self._fingerprint = facts.compatibility.fingerprint()
         self._tenant_key = tenant_key
         self._store = store
+        self._has_stored = store.presence(self._fingerprint)
         self._ids = ids
         self._has_aes = has_aes
         self._settings = settings or WorkSettings()
@@ -231,7 +232,7 @@ class WorkService:
             return [Count("jobs_refused"), SendFailure(event.key, error.code, str(error))]
         if job.key != event.key:
             return self._attach(job, event, body)
-        job.expected_reuse = best_boundary(job.chain, self._facts.requirement, self._store.has)
+        job.expected_reuse = best_boundary(job.chain, self._facts.requirement, self._has_stored)
         if job.expected_reuse == job.target:
             accepted = JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)
             return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._serve(job, now)]
@@ -294,8 +295,8 @@ class WorkService:
 
     def _serve(self, job: Job, now: float) -> list[Effect]:
         """Everything is in the store: nothing to import or compute, since this worker never decodes."""
-        held = [part for ref in job.needed if (part := self._store.get(ref)) is not None]
-        self._store.touch(job.needed, now)
+        held = [part for ref in job.needed if (part := self._store.get(ref, fingerprint=self._fingerprint)) is not None]
+        self._store.touch(job.needed, now, fingerprint=self._fingerprint)
         job.position = job.tokens_reused = job.target
         job.make_ready(held)
         self._table.drain(job)
@@ -306,19 +307,19 @@ class WorkService:
         ends = {block.block_hash for block in done.chain.blocks}
         effects: list[Effect] = []
         for job in self._table.queued:
-            if job.chain.blocks[-1].block_hash in ends and all(map(self._store.has, job.needed)):
+            if job.chain.blocks[-1].block_hash in ends and all(map(self._has_stored, job.needed)):
                 effects += [Count("jobs_shared"), *self._serve(job, now)]
         return effects
 
     def _start(self, job: Job, now: float) -> list[Effect]:
         requirement = self._facts.requirement
-        position = best_boundary(job.chain, requirement, self._store.has)
+        position = best_boundary(job.chain, requirement, self._has_stored)
         if position == job.target:
             return self._serve(job, now)
         refs = needed_parts(job.chain, position, requirement)
-        held = [part for ref in refs if (part := self._store.get(ref)) is not None]
-        self._store.touch(refs, now)
-        lacking_bytes = parts_bytes(self._facts, job.chain, (ref for ref in job.needed if not self._store.has(ref)))
+        held = [part for ref in refs if (part := self._store.get(ref, fingerprint=self._fingerprint)) is not None]
+        self._store.touch(refs, now, fingerprint=self._fingerprint)
+        lacking_bytes = parts_bytes(self._facts, job.chain, (ref for ref in job.needed if not self._has_stored(ref)))
         if lacking_bytes > 0:
             try:
                 self._store.reserve(job.reservation_id, lacking_bytes, now)
@@ -385,7 +386,7 @@ class WorkService:
     def _recover_import(self, job: Job, message: str) -> list[Effect]:
         """Drop a prefix that cannot be imported and compute it again: a cache fault is only ever a miss."""
         for ref in needed_parts(job.chain, job.tokens_reused, self._facts.requirement):
-            self._store.invalidate(ref)
+            self._store.invalidate(ref, fingerprint=self._fingerprint)
         job.tokens_reused = job.position = 0
         job.forget_ready()
         note = Note("warning", f"a cached prefix could not be imported and is computed again: {message}")

@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from kakeya_zmq.blocks import Chain, Part, needed_parts
+from kakeya_zmq.blocks import Chain, Part, checkpoint_parts, needed_parts
 from kakeya_zmq.compat import chain_hashes
 from kakeya_zmq.engine import ModelFacts, TokenArray
 from kakeya_zmq.protocol.effects import LaneId, RequestArrived, RequestKey, Ticket
@@ -67,7 +67,7 @@ class Job:
     needed: tuple[PartRef, ...]
     """What a hit at the job's last position needs: what capacity is reserved for."""
     wanted: frozenset[PartRef]
-    """Those of them that the asker lacks: what is sent."""
+    """What is sent: those of them that the asker lacks, and what it wants of checkpoints on the way."""
     engine_session: str
     reservation_id: ReservationId
     submitted_at: float
@@ -184,6 +184,8 @@ def make_job(
     chain = chain_hashes(tokens[:-1], body.fingerprint, tenant_key, requirement.block_tokens)
     end_of = {block.block_hash: block.end for block in chain.blocks}
     needed = needed_parts(chain, chain.tokens, requirement)
+    lacking = {ref for ref in needed if end_of[ref.block_hash] > body.have_tokens}
+    checkpoints = checkpoint_parts(chain, body.checkpoint_tokens, body.have_tokens, requirement)
     return Job(
         key=request.key,
         node_id=request.node_id,
@@ -193,7 +195,7 @@ def make_job(
         tokens=tokens,
         chain=chain,
         needed=needed,
-        wanted=frozenset(ref for ref in needed if end_of[ref.block_hash] > body.have_tokens),
+        wanted=frozenset(lacking.union(checkpoints)),
         engine_session=f"job-{number}",
         reservation_id=ReservationId(f"job-{number}".encode()),
         submitted_at=now,

@@ -29,11 +29,13 @@ GET_STATUS: Final = [12]
 class RawClient:
     """A DEALER with the fleet's CURVE keys (or others), and nothing of the project behind it."""
 
-    def __init__(self, address: str, psk: bytes, *, curve_psk: bytes | None = None) -> None:
+    def __init__(self, address: str, psk: bytes, *, curve_psk: bytes | None = None, reconnects: bool = True) -> None:
         self.psk = psk
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
+        if not reconnects:
+            self.socket.reconnect_ivl = -1
         curve_psk = psk if curve_psk is None else curve_psk
         server_public, _ = wire.curve_pair(wire.purpose_key(curve_psk, "kz curve server"))
         own_public, own_secret = wire.curve_pair(wire.purpose_key(curve_psk, "kz curve client"))

@@ -141,5 +141,5 @@ def tell_hostile_node(web: Web) -> None:
     model = ModelView(model_id="/Users/telltale/tiny", quantization="/home/telltale", role="/x", cache_format_version="a/b")
     endpoint = EndpointView(address="192.0.2.9:1", network="192.0.2.9:1")
     texts = {"platform": "/Users/telltale", "software": "at 192.0.2.7:51051", "state": "telltale prompt"}
-    peer = PeerView(node_id="unheard", roles=("/home/telltale",))
+    peer = PeerView(node_id="unheard", roles=("cache",))
     web.tell(snapshot(sections={"cache": {}}, models=(model,), endpoints=(endpoint,), peers=(peer,), **texts), "hostile")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from daemons.bus_note import BusNote
+from daemons.bus_note import BusNote, nodes_here
 from dashboard.discovery import local_buses
 from kakeya_zmq.io.sockets import Address
 
@@ -61,3 +61,30 @@ def test_a_note_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     BusNote(tmp_path, "alpha").write({"address": "nonsense", "bus_port": 6000})
     BusNote(tmp_path, "alpha").write({"address": "127.0.0.1:1"})
     assert local_buses(tmp_path) == frozenset()
+
+
+def test_nodes_of_this_machine_are_found_while_they_live(tmp_path: Path) -> None:
+    assert nodes_here(tmp_path) == ()
+    for name, port in (("beta", 5002), ("alpha", 5001)):
+        BusNote(tmp_path, name).write({"address": f"192.0.2.7:{port}", "bus_port": 6000})
+    assert nodes_here(tmp_path) == ("192.0.2.7:5001", "192.0.2.7:5002")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    note = json.loads((tmp_path / "run" / "alpha.bus").read_text(encoding="utf-8"))
+    damaged: tuple[object, ...] = (
+        {**note, "pid": ended.pid},
+        {**note, "pid": -1},
+        {**note, "address": "nonsense"},
+        {"pid": note["pid"]},
+        [],
+        None,
+    )
+    for content in damaged:
+        (tmp_path / "run" / "alpha.bus").write_text(json.dumps(content), encoding="utf-8")
+        assert nodes_here(tmp_path) == ("192.0.2.7:5002",)
+
+
+def test_a_process_that_only_inherited_the_number_is_no_node(tmp_path: Path) -> None:
+    BusNote(tmp_path, "alpha").write(FACTS)
+    os.utime(tmp_path / "run" / "alpha.bus", (1_000_000_000, 1_000_000_000))
+    assert nodes_here(tmp_path) == ()

@@ -16,6 +16,7 @@ from tests.dashboard.kit import message, snapshot
 from wire.bus import BusMessage, Topic
 from wire.events import EvictionEvent, JobEvent, LogEvent, RequestEvent, SecurityEvent, TransferEvent
 from wire.ids import NodeId
+from wire.text import is_line
 
 NODES = st.sampled_from(["a", "b", "c", "d"])
 OBSERVATIONS = st.lists(
@@ -143,7 +144,7 @@ EVENTS = st.one_of(
     ),
     st.builds(TransferEvent, direction=st.sampled_from(["in", "out"]), payload_bytes=st.integers(0, 2**53)),
     st.builds(EvictionEvent, parts=st.integers(0, 9), size_bytes=st.integers(0, 2**53)),
-    st.builds(SecurityEvent, kind=st.text(min_size=1, max_size=3), count=st.integers(0, 9)),
+    st.builds(SecurityEvent, kind=st.text(min_size=1, max_size=3).filter(is_line), count=st.integers(0, 9)),
     st.builds(LogEvent, level=st.just("info"), text=st.text(max_size=9)),
 )
 

@@ -166,6 +166,15 @@ def whole_import(name: str, parts: tuple[Any, ...]) -> ImportPrefix:
     return ImportPrefix(name, parts[-1].start + parts[-1].token_count, parts)
 
 
+def messages_at_least(commands: Sequence[Command], events: Sequence[Event]) -> int:
+    """How many messages these commands with these events take, both ways: each event and each end is asked for and told.
+
+    Opening a session is only written down by the parent.
+    """
+    opened = sum(isinstance(command, OpenSession) for command in commands)
+    return 2 * (len(events) - opened + len(commands) - opened)
+
+
 def kill_at_every_message(
     engine: DecodeWorkerEngine,
     boundaries: Boundaries,
@@ -173,12 +182,14 @@ def kill_at_every_message(
     then: Sequence[Command],
     wanted: Sequence[Event],
     every: int = 1,
+    harm: Callable[[DecodeWorkerEngine], None] = kill,
 ) -> int:
     """Run ``then`` (after ``before``) again and again, each time killed at another message: when it was sent, or answered.
 
     Args:
         wanted: the events of ``then``.
         every: 1 takes all of these moments, 3 each third.
+        harm: what is done to the child then.
 
     Returns:
         How many kills there were.
@@ -191,7 +202,7 @@ def kill_at_every_message(
         # A child that was killed with the last message is replaced now, so that the messages below are always the same ones.
         run(engine, [OpenSession("revive"), Prefill("revive", np.zeros(1, dtype=np.int32)), CloseSession("revive")])
         run(engine, before)
-        boundaries.arm(at, lambda: kill(engine))
+        boundaries.arm(at, lambda: harm(engine))
         assert run(engine, then) == list(wanted), (at, boundaries.seen)
         assert boundaries.at == -1, "the kill did not come"
         seen = list(boundaries.seen)
@@ -199,7 +210,9 @@ def kill_at_every_message(
         if not names:
             names = seen
             # "before" a message is the moment after the last one was received.
-            moments = [index for index, name in enumerate(names) if name.startswith(("sent", "received"))][::every]
+            moments = [index for index, name in enumerate(names) if name.startswith(("sent", "received"))]
+            assert len(moments) >= messages_at_least(then, wanted)
+            moments = moments[::every]
         else:
             kills += 1
         if kills == len(moments):

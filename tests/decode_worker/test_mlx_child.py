@@ -96,7 +96,8 @@ def test_a_kill_at_every_message_of_a_whole_life_changes_nothing(
     commands = life("s", PROMPT, exported(local, PROMPT[:IMPORTED]), 6, sampling)
     wanted = run(local, commands)
     assert len(tokens_of(wanted)) == 12
-    assert kill_at_every_message(child, boundaries, (), commands, wanted) > 80
+    kills = kill_at_every_message(child, boundaries, (), commands, wanted)
+    assert child.figures().restarts >= kills - 1  # the last one may have been killed with its last message
 
 
 @pytest.mark.parametrize(

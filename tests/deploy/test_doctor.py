@@ -17,7 +17,7 @@ from daemons.command import main
 from daemons.doctor.finding import Finding, Level
 from daemons.doctor.machine import judge_budgets, judge_disk
 from daemons.doctor.model import Speed, judge_probe, judge_speed
-from daemons.doctor.network import NodeView, Reach
+from daemons.doctor.network import NodeView, Reach, each_once
 from daemons.doctor.network_findings import judge_nodes, judge_reach
 from daemons.doctor.services import judge_unit
 from daemons.doctor.software import judge_packages, judge_python
@@ -269,6 +269,14 @@ def test_a_wrong_clock_a_slow_link_and_one_way_reachability() -> None:
     found = _problems(judge_nodes([_view("a", b=up), _view("b", a={"state": "connecting", "error": "no route: errno 65"})]))
     assert any("a reaches b, but not the other way round" in finding.text for finding in found)
     assert any("Local Network" in finding.remedy for finding in found)
+
+
+def test_a_node_that_is_found_at_two_addresses_is_one_and_two_of_one_name_are_two() -> None:
+    here, elsewhere, namesake = _view("a"), _view("a"), _view("a")
+    here.sections["node"]["address"] = elsewhere.sections["node"]["address"] = "192.0.2.1:51051"
+    elsewhere.address = "127.0.0.1:51051"
+    namesake.sections["node"]["address"] = "192.0.2.2:51051"
+    assert each_once([here, elsewhere, namesake]) == [here, namesake]
 
 
 def test_versions_that_differ_and_a_draining_node() -> None:

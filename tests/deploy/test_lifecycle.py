@@ -16,6 +16,7 @@ import pytest
 
 from kakeya_zmq.client import Client
 from tests.deploy.hanging_primary import SLOW_LOAD_S, TOKENS_BEFORE_HANG
+from tests.deploy.slow_ending import ENDING
 from tests.fleet_rig import BLOCK_TOKENS, Fleet, figure, model_folder, prompt, run_kakeya, wait_until, worker_only
 from wire.errors import FailureCode, RequestFailed
 
@@ -124,6 +125,29 @@ def test_a_second_signal_ends_at_once(fleet: Fleet) -> None:
         assert fleet["primary"].process is not None
         assert fleet["primary"].process.wait(15) == 128 + signal.SIGTERM
         answer.close()
+
+
+def test_a_second_signal_ends_a_daemon_that_is_ending_already(fleet: Fleet) -> None:
+    cache = fleet.add("cache", program=("tests.deploy.slow_ending",))
+    cache.launch()
+    cache.wait_ready()
+    cache.signal(signal.SIGTERM)
+    wait_until(lambda: ENDING in cache.last_lines(), "it ends")
+    cache.signal(signal.SIGTERM)
+    assert cache.process is not None
+    assert cache.process.wait(15) == 128 + signal.SIGTERM
+
+
+def test_status_finds_what_runs_here_however_it_was_started(fleet: Fleet) -> None:
+    nothing = run_kakeya("status", home=fleet.home)
+    assert (nothing.returncode, "no node is running here" in nothing.stdout) == (3, True)
+    fleet.start("cache")
+    found = run_kakeya("status", home=fleet.home)
+    assert found.returncode == 0, found.stderr
+    assert f"{fleet['cache'].name} (cache) at {fleet['cache'].address}" in found.stdout
+    fleet["cache"].process.kill()  # type: ignore[union-attr]
+    fleet["cache"].process.wait(15)  # type: ignore[union-attr]
+    assert run_kakeya("status", home=fleet.home).returncode == 3
 
 
 def test_a_taken_port_is_refused_by_the_name_of_its_owner(fleet: Fleet) -> None:

@@ -106,7 +106,8 @@ class Kept:
             raise AssertionError(f"{name} keeps descriptors or threads: {first} before, {now} now") from None
 
     def warm_up(self) -> None:
-        """Use every path once, so that what is made once is there."""
+        """Use every path once, so that what is made once is there: connections among all of them, too."""
+        self.fleet.wait_all_joined()
         for number, node in enumerate(self.fleet.nodes.values()):
             if node.role == "primary":
                 with node.client() as client:

@@ -20,7 +20,6 @@ from typing import Any, Final
 import numpy as np
 from msgspec import inspect
 
-from daemons.entitlement import REVOCATIONS_FILE, load_revocations
 from kakeya_zmq.audit import parse_entry
 from kakeya_zmq.blocks import part_checksum
 from kakeya_zmq.codecs.geometry import RowGeometry
@@ -35,6 +34,7 @@ from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol import session
 from kakeya_zmq.protocol.effects import WantedPart
 from kakeya_zmq.protocol.revocation import RevocationBook
+from kakeya_zmq.revocation_file import REVOCATIONS_FILE, load_revocations
 from kakeya_zmq.roster import ROSTER_FILE, Roster
 from tests.unit.test_cards import IDENTITY, make_card
 from tests.unit.test_codec import CLIENT, HELLO, SERVER, WELCOME

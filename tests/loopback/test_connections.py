@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket as os_socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -13,10 +14,12 @@ import pytest
 import zmq
 
 from kakeya_zmq.io.connections import (
+    REFUSED_ADDRESS,
     REFUSED_TOO_MANY,
     REFUSED_UNFINISHED,
     REFUSED_UNPROVEN,
     ConnectionGuard,
+    _host_of,
 )
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import CONTROL_SERVER, create_socket
@@ -29,7 +32,7 @@ CONNECTIONS_MAX = 12
 class Guarded:
     """A ROUTER without any handshake but ZMTP's own, on a reactor that the test drives; echoes what comes."""
 
-    def __init__(self) -> None:
+    def __init__(self, address_max: int = 100) -> None:
         self.reactor = Reactor()
         self.refusals: Counter[str] = Counter()
         self.socket = create_socket(self.reactor.context, zmq.ROUTER, CONTROL_SERVER)
@@ -39,6 +42,7 @@ class Guarded:
             on_refused=lambda reason: self.refusals.update([reason]),
             unproven_max=UNPROVEN_MAX,
             connections_max=CONNECTIONS_MAX,
+            address_max=address_max,
         )
         self.socket.bind("tcp://127.0.0.1:0")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
@@ -47,7 +51,7 @@ class Guarded:
 
     def _echo(self) -> None:
         first = self.socket.recv(zmq.DONTWAIT, copy=False)
-        self.guard.prove(first)
+        self.connection = self.guard.prove(first)
         frames = [first.bytes]
         while self.socket.getsockopt(zmq.RCVMORE):
             frames.append(self.socket.recv(zmq.DONTWAIT))
@@ -113,6 +117,10 @@ def answers(guarded: Guarded, socket: zmq.Socket[bytes]) -> bool:
     return socket.recv() == b"again"
 
 
+def stranger_from(guarded: Guarded, host: str) -> os_socket.socket:
+    return os_socket.create_connection(("127.0.0.1", guarded.port), timeout=WAIT_S, source_address=(host, 0))
+
+
 def is_cut(stranger: os_socket.socket) -> bool:
     stranger.setblocking(False)
     try:
@@ -146,6 +154,80 @@ def test_of_too_many_members_the_newest_is_cut(guarded: Guarded) -> None:
         assert guarded.guard.connections == CONNECTIONS_MAX
 
 
+def test_a_connection_that_proves_nothing_any_more_makes_room_like_a_new_one(guarded: Guarded) -> None:
+    with members(guarded, 1) as friends, contextlib.ExitStack() as stack:
+        assert answers(guarded, friends[0])
+        connection = guarded.connection
+        assert connection is not None
+        guarded.guard.doubt(connection)
+        guarded.guard.doubt(connection)  # once is enough
+        strangers = [stack.enter_context(guarded.stranger()) for _ in range(UNPROVEN_MAX)]
+        guarded.until(lambda: guarded.refusals[REFUSED_UNPROVEN] == 1)
+        guarded.until(lambda: guarded.guard.connections == UNPROVEN_MAX)
+        assert not any(map(is_cut, strangers)), "the oldest one was the friend's"
+        guarded.guard.doubt(connection)  # it is gone
+        assert guarded.guard.connections == UNPROVEN_MAX
+    guarded.until(lambda: guarded.guard.connections == 0)
+    assert guarded.refusals.keys() <= {REFUSED_UNPROVEN, REFUSED_UNFINISHED}
+
+
+def test_silent_ones_never_take_more_than_half(reactor_guard: ConnectionGuard) -> None:
+    assert reactor_guard._unproven_max == 4
+
+
+@pytest.fixture
+def reactor_guard() -> Iterator[ConnectionGuard]:
+    reactor = Reactor()
+    socket = create_socket(reactor.context, zmq.ROUTER, CONTROL_SERVER)
+    guard = ConnectionGuard(reactor, socket, on_refused=lambda reason: None, unproven_max=100, connections_max=8)
+    yield guard
+    guard.close()
+    reactor.close_socket(socket)
+    assert reactor.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+def test_one_address_does_not_take_all_connections() -> None:
+    guarded = Guarded(address_max=3)
+    try:
+        with contextlib.ExitStack() as stack:
+            greedy = [stack.enter_context(stranger_from(guarded, "127.0.0.2")) for _ in range(UNPROVEN_MAX)]
+            guarded.until(lambda: guarded.refusals[REFUSED_ADDRESS] == UNPROVEN_MAX - 3)
+            guarded.until(lambda: [is_cut(each) for each in greedy] == [True] * (UNPROVEN_MAX - 3) + [False] * 3)
+            with members(guarded, 2) as friends:
+                assert all(answers(guarded, friend) for friend in friends)
+                assert guarded.guard.connections == 5
+        guarded.until(lambda: guarded.guard.connections == 0)
+    finally:
+        guarded.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+def test_a_flood_from_one_address_does_not_cut_whoever_comes_from_another(guarded: Guarded) -> None:
+    with contextlib.ExitStack() as stack:
+        early = stack.enter_context(guarded.stranger())
+        for _ in range(4 * UNPROVEN_MAX):
+            stack.enter_context(stranger_from(guarded, "127.0.0.2"))
+        guarded.until(lambda: guarded.refusals[REFUSED_UNPROVEN] == 3 * UNPROVEN_MAX + 1)
+        assert not is_cut(early), "the oldest of all, and from an address with one connection"
+    guarded.until(lambda: guarded.guard.connections == 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "host"),
+    [
+        ("192.168.1.9", "192.168.1.9"),
+        ("::ffff:192.168.1.9", "192.168.1.9"),
+        ("2001:db8:1:2:3:0:0:4", "2001:db8:1:2:3::4"),
+        ("fe80::1%eth0", "fe80::1%eth0"),
+        ("", ""),
+        ("somewhere", ""),
+    ],
+)
+def test_what_counts_as_one_address(text: str, host: str) -> None:
+    assert _host_of(text) == host
+
+
 def test_connections_that_come_and_go_leave_nothing(guarded: Guarded) -> None:
     for _ in range(100):
         guarded.stranger().close()
@@ -161,7 +243,7 @@ def test_a_descriptor_that_has_become_something_else_is_left_alone(guarded: Guar
     elsewhere = os_socket.create_connection(listener.getsockname())
     try:
         for descriptor in (reader, elsewhere.fileno(), 9_999):
-            guarded.guard._unproven[descriptor] = None
+            guarded.guard._unproven[descriptor] = False
             guarded.guard._cut(descriptor, REFUSED_UNPROVEN)
         os.write(writer, b"x")
         assert os.read(reader, 1) == b"x"

@@ -8,6 +8,7 @@ import socket as os_socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -558,6 +559,17 @@ def test_a_sender_may_end_with_parts_missing(rig: Rig) -> None:
     assert (sent.ok, received.ok) == (False, False)
     assert received.reason == f"the sender ended with {len(MIXED) - 3} parts missing"
     assert same_parts(rig.received.parts, MIXED[:3])
+
+
+def test_parts_that_may_come_or_not_are_not_missed(rig: Rig) -> None:
+    sender, grant = rig.bind_sender()
+    rig.wire(sender)
+    wanted = [replace(part, optional=number in (1, len(MIXED) - 1)) for number, part in enumerate(expected(MIXED))]
+    rig.connect_receiver(grant, MIXED, expected=wanted)
+    sender.feed(MIXED[:-1], final=True)
+    sent, received = rig.finish()
+    assert (sent.ok, received.ok) == (True, True)
+    assert same_parts(rig.received.parts, MIXED[:-1])
 
 
 def test_a_receiver_that_stops_ends_the_sender_in_time(rig: Rig) -> None:

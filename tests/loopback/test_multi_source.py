@@ -64,20 +64,28 @@ def held_bytes(fleet: Fleet) -> dict[str, int]:
 
 
 def spread(fleet: Fleet, client: Client, seed: int) -> list[int]:
-    """A prompt that begins on the first cache and goes on on the second, so that neither holds all of it."""
+    """A prompt that begins on the first cache and goes on on the second, so that neither holds all of it.
+
+    What counts is what each gives: the bytes a cache holds also grow by the end of an answer, which is published by itself.
+    """
     for attempt in range(seed, seed + 40):
         tokens = prompt(SPREAD[-1], attempt)
-        before = held_bytes(fleet)
         answer(client, tokens[: SPREAD[0]], 1, policy=PrefillPolicy.LOCAL_ONLY)
         wait_published(client)
-        if held_bytes(fleet)["cache"] == before["cache"]:
+        if given_without("cache2", client, tokens[: SPREAD[0]]) < SPREAD[0] - 1:
             continue
         for length in SPREAD[1:]:
             answer(client, tokens[:length], 1, policy=PrefillPolicy.LOCAL_ONLY)
             wait_published(client)
-        if held_bytes(fleet)["cache2"] > before["cache2"]:
+        if given_without("cache2", client, tokens) < SPREAD[-1] - 1:
             return tokens
     raise AssertionError("rendezvous hashing gave forty prompts to one peer each")
+
+
+def given_without(excluded: str, client: Client, tokens: list[int]) -> int:
+    """How many tokens of a prompt come from the caches but one."""
+    found = answer(client, tokens, 1, use_local_cache=False, publish=False, exclude_nodes=(excluded,))
+    return found.reused.get(SourceKind.REMOTE_CACHE, 0)
 
 
 def from_caches(found: Answer) -> set[str]:
@@ -168,8 +176,6 @@ def slow(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.
         yield fleet, links
 
 
-# Slow until it is known why, now and then beside other tests, the prompt is computed instead of continued from what came.
-@pytest.mark.slow
 def test_when_one_of_two_sources_dies_within_the_fetch_what_arrived_is_kept(slow: SlowFleet, reference: Reference) -> None:
     fleet, links = slow
     with fleet["primary"].client() as client:

@@ -20,6 +20,7 @@ from tests.dashboard.kit import snapshot, tell
 from tests.monitor.fixtures_picture import busy_picture, silent_picture
 from tests.monitor.golden import FOLDER, SCENES, as_text
 from wire.events import JobEvent, LogEvent, ModelView, PeerView, RequestEvent, SecurityEvent, SourceView, TransferEvent
+from wire.text import NODE_ID, WORD, is_line
 
 
 def plain(frame: Frame) -> str:
@@ -87,32 +88,37 @@ _NUMBER = st.floats(min_value=0, max_value=1e12) | st.integers(0, 10**12).map(fl
 _COUNT = st.integers(0, 2**53)
 
 
+_LINE = _NASTY.map(lambda text: "".join(filter(is_line, text)) or "?")
+_NODE = st.from_regex(NODE_ID, fullmatch=True)
+_ROLE = st.from_regex(WORD, fullmatch=True)
+
+
 @st.composite
 def hostile_pictures(draw: st.DrawFn) -> Picture:
-    text, number, count = (lambda: draw(_NASTY)), (lambda: draw(_NUMBER)), (lambda: draw(_COUNT))
+    """As nasty as decoders let it be: free text is anything, names are one visible line, node ids and roles are plain."""
+    text, line = (lambda: draw(_NASTY)), (lambda: draw(_LINE))
+    number, count = (lambda: draw(_NUMBER)), (lambda: draw(_COUNT))
     view = FleetView()
-    node = text()
+    node, role = draw(_NODE), draw(_ROLE)
     sections: dict[str, Any] = {
         "cache": {"bytes_used": draw(st.floats() | _COUNT), "max_bytes": draw(st.floats() | _COUNT | st.booleans())},
         "prefill": {"tokens_reused": draw(st.floats() | _COUNT), "tokens_computed": count()},
     }
-    model = ModelView(model_id=text(), tokens_per_second=number())
-    peer = PeerView(node_id=text(), roles=(text(),))
-    told = snapshot(
-        roles=(text(), text()), state=text(), uptime_s=number(), models=(model,), sections=sections, peers=(peer,)
-    )
+    model = ModelView(model_id=line(), tokens_per_second=number())
+    peer = PeerView(node_id=draw(_NODE), roles=(role,))
+    told = snapshot(roles=(role, role), state=line(), uptime_s=number(), models=(model,), sections=sections, peers=(peer,))
     tell(view, told, 0.0, node)
-    tell(view, JobEvent(job_id="j", state=text(), place=text(), asker=text(), tokens_total=count(), tokens_done=count(),
+    tell(view, JobEvent(job_id="j", state=line(), place=line(), asker=line(), tokens_total=count(), tokens_done=count(),
                         tokens_per_second=number(), eta_ms=number(), reason=text()), 10.0, node)  # fmt: skip
-    tell(view, RequestEvent(request_id="r", operation=text(), outcome=text(), source=text(), prompt_tokens=count(),
+    tell(view, RequestEvent(request_id="r", operation=line(), outcome=line(), source=line(), prompt_tokens=count(),
                             boundary=count(), transfer_bytes=count(), elapsed_ms=number(), ttft_ms=number(),
-                            decode_tokens_per_second=number(), stop_reason=text(), reasons=(text(), text()),
-                            sources=(SourceView(kind=text(), start=0, end=1, node_id=text()),)), 10.0, node)  # fmt: skip
-    tell(view, TransferEvent(direction=text(), purpose=text(), peer=text(), parts=count(), payload_bytes=count(),
-                             elapsed_ms=number(), codec=text(), ok=draw(st.booleans()), reason=text()),
+                            decode_tokens_per_second=number(), stop_reason=line(), reasons=(text(), text()),
+                            sources=(SourceView(kind=line(), start=0, end=1, node_id=line()),)), 10.0, node)  # fmt: skip
+    tell(view, TransferEvent(direction=line(), purpose=line(), peer=line(), parts=count(), payload_bytes=count(),
+                             elapsed_ms=number(), codec=line(), ok=draw(st.booleans()), reason=text()),
          10.0, node)  # fmt: skip
-    tell(view, SecurityEvent(kind=text(), subject=text(), count=count(), text=text()), 10.0, node)
-    tell(view, LogEvent(level=text(), text=text()), 10.0, node)
+    tell(view, SecurityEvent(kind=line(), subject=line(), count=count(), text=text()), 10.0, node)
+    tell(view, LogEvent(level=line(), text=text()), 10.0, node)
     assert view.counters["malformed"] == 0
     return take(view, 10.0, BusNews(draw(st.sampled_from(BusState)), number(), number()))
 

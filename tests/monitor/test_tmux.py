@@ -14,12 +14,13 @@ from rich.cells import cell_len
 from tests.dashboard.test_feed import Teller
 from tests.fleet_rig import Fleet, kept_fleet
 from tests.monitor.tmux_kit import PROMPT, Pane, pane
+from wire.events import ModelView
 from wire.keys import FleetKey
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
 
 FLAGS = ("--telemetry-interval-s", "1")
-HOSTILE = "[b]機械\u202e🚀\x1b[2J"
+HOSTILE = "[b]機械\u202e🚀\x1b[2J\x1b]0;owned\x07\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +65,17 @@ def test_it_shows_the_fleet_and_follows_the_size(fleet: Fleet, terminal: Pane) -
 
 def test_a_node_cannot_break_the_screen(fleet: Fleet, terminal: Pane) -> None:
     key = FleetKey.load(fleet.psk_file)
-    teller = Teller(HOSTILE, key=key, roles=("\x1b]0;owned\x07", "cache"), state="機" * 60)
+    model = ModelView(model_id="[b]" + "機🚀" * 40)
+    teller = Teller("teller", key=key, state="機" * 60, models=(model,))
+
+    def shows_its_lines(screen: str) -> bool:
+        teller.say(HOSTILE)  # again and again: what nobody has subscribed to yet is lost
+        return "[b]機械?🚀?[2J" in screen and fills(screen, 80, 24)
+
     try:
-        terminal.run("top", "--bus", str(teller.address))
-        terminal.wait_for("[b]機械?🚀?[2J")
-        screen = terminal.wait(lambda screen: fills(screen, 80, 24), "the whole frame")
-        row = next(line for line in screen.split("\n") if "[b]" in line)
+        terminal.run("top", "--bus", str(teller.address), "--topic", "node", "--topic", "log")
+        screen = terminal.wait(shows_its_lines, "its lines, in a whole frame")
+        row = next(line for line in screen.split("\n") if "teller" in line)
         # The columns to the right of the name stand where their heads are, on the terminal's own count of cells.
         head = next(line for line in screen.split("\n") if "NODES" in line)
         assert cell_len(row[: row.index("30%")]) + len("30%") <= cell_len(head[: head.index("OF")])

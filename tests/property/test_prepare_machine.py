@@ -41,6 +41,7 @@ from kakeya_zmq.protocol.effects import (
 from kakeya_zmq.protocol.prepare import Cancelled, PreparationSettings, Ready, Unavailable
 from tests.unit.preparation_kit import (
     BLOCK,
+    FINGERPRINT,
     REQUIREMENTS,
     FakeEngine,
     all_parts,
@@ -363,7 +364,8 @@ def test_whatever_the_fleet_does_the_prompt_is_prepared_rightly_or_refused_with_
 def test_without_trouble_everything_the_fleet_holds_is_used(seed: int, requirement: Requirement) -> None:
     fleet = Fleet(random.Random(seed), requirement, trouble=0.0)
     known = {part.meta.ref for parts in fleet.peers.values() for part in parts}
-    known |= {part.meta.ref for part in fleet.universe if fleet.store is not None and fleet.store.has(part.meta.ref)}
+    if fleet.store is not None:
+        known |= set(filter(fleet.store.presence(FINGERPRINT), (part.meta.ref for part in fleet.universe)))
     boundary = best_boundary(fleet.chain, requirement, known.__contains__)
     fleet.run(cancel_after=None)
     fleet.check()

@@ -183,7 +183,7 @@ class ServeMachine(RuleBasedStateMachine):
     @rule(chain=chains, choice=pick, node=st.integers(0, 1), count=st.integers(1, 6))
     def fetch(self, chain: int, choice: int, node: int, count: int) -> None:
         lease_id = self.lease_ids[choice % len(self.lease_ids)] if self.lease_ids else LeaseId(b"x" * 16)
-        refs = tuple(part.meta.ref for part in PARTS[chain][:count] if self.store.has(part.meta.ref))
+        refs = tuple(filter(self.store.presence(FINGERPRINT), (part.meta.ref for part in PARTS[chain][:count])))
         if refs:
             self.ask(
                 Fetch(
@@ -211,10 +211,10 @@ class ServeMachine(RuleBasedStateMachine):
                 node,
             )
 
-    @rule(choice=pick)
-    def release_lease(self, choice: int) -> None:
+    @rule(choice=pick, node=st.integers(0, 1))
+    def release_lease(self, choice: int, node: int) -> None:
         if self.lease_ids:
-            self.ask(ReleaseLease(lease_id=self.lease_ids[choice % len(self.lease_ids)]), 0)
+            self.ask(ReleaseLease(lease_id=self.lease_ids[choice % len(self.lease_ids)]), node)
 
     @rule(choice=pick, credit=st.booleans(), complete=st.booleans())
     def update(self, choice: int, credit: bool, complete: bool) -> None:
@@ -275,7 +275,7 @@ class ServeMachine(RuleBasedStateMachine):
     @rule(chain=chains, count=st.integers(1, 8))
     def parts_go_bad(self, chain: int, count: int) -> None:
         for part in PARTS[chain][:count]:
-            self.store.invalidate(part.meta.ref)
+            self.store.invalidate(part.meta.ref, fingerprint=FINGERPRINT)
 
     # --- what always holds -----------------------------------------------------------------------------------------
 

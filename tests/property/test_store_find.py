@@ -34,10 +34,10 @@ def test_what_is_found_is_all_that_is_held_of_the_prompt(held: list[Part], asked
     hashes += hashes[:1] if repeated else []
     requirement = Requirement(block_tokens=BLOCK, full=full, window_tokens=32)
     found = store.find(hashes, fingerprint=FINGERPRINT, requirement=requirement)
-    assert found.survey == store.survey(hashes)
+    assert found.survey == store.survey(hashes, fingerprint=FINGERPRINT)
 
     def has(block_hash: bytes, kind: PartKind) -> bool:
-        return store.has(PartRef(block_hash=block_hash, kind=kind))
+        return store.has(PartRef(block_hash=block_hash, kind=kind), fingerprint=FINGERPRINT)
 
     expected = {(h, kind) for h in hashes for kind in PartKind if has(h, kind)}
     tails = {
@@ -72,7 +72,7 @@ def test_events_tell_sizes_and_why_a_part_went() -> None:
         store.put(part, fingerprint=FINGERPRINT, now=0.0)
     start = store.event_sequence
     store.put(make_parts(make_chain(BLOCK, seed=5))[0], fingerprint=FINGERPRINT, now=0.0)
-    store.invalidate(parts[0].meta.ref)
+    store.invalidate(parts[0].meta.ref, fingerprint=FINGERPRINT)
     events = store.events_since(start)
     assert events is not None
     assert [(event.change, event.size_bytes) for event in events] == [("evicted", 10), ("stored", 10), ("invalidated", 10)]

@@ -1,4 +1,7 @@
-"""Random histories of the store against a plain model of what must hold after every step."""
+"""Random histories of the store against a plain model of what must hold after every step.
+
+Two namespaces put the same blocks, in different order: what holds in one is not allowed to depend on the other.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,10 @@ PARTS: list[Part] = sorted(
     }.values(),
     key=lambda part: part.meta.start,
 )
+NAMESPACES = (FINGERPRINT, b"o" * 32)
+Held = tuple[bytes, PartRef]
+"""A part in a namespace."""
+namespaces = st.sampled_from(NAMESPACES)
 some_parts = st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=5)
 
 
@@ -36,56 +43,67 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.store = BlockStore(200, random_bytes=CountingBytes())
-        self.leases: dict[LeaseId, tuple[float, set[PartRef]]] = {}
-        self.pins: set[PartRef] = set()
+        self.leases: dict[LeaseId, tuple[float, bytes, set[PartRef]]] = {}
+        self.pins: set[Held] = set()
         self.reservations: dict[bytes, int] = {}
         self.names = 0
 
-    def locked(self) -> set[PartRef]:
-        live = [refs for expires_at, refs in self.leases.values() if self.now < expires_at]
-        return set().union(self.pins, *live)
+    def has(self, namespace: bytes, ref: PartRef) -> bool:
+        return self.store.has(ref, fingerprint=namespace)
 
-    @rule(index=st.integers(0, len(PARTS) - 1), use_reservation=st.booleans())
-    def put(self, index: int, use_reservation: bool) -> None:
+    def leased(self, *, live: bool) -> set[Held]:
+        return {
+            (namespace, ref)
+            for expires_at, namespace, refs in self.leases.values()
+            for ref in refs
+            if not live or self.now < expires_at
+        }
+
+    def locked(self) -> set[Held]:
+        return self.pins | self.leased(live=True)
+
+    @rule(index=st.integers(0, len(PARTS) - 1), namespace=namespaces, use_reservation=st.booleans())
+    def put(self, index: int, namespace: bytes, use_reservation: bool) -> None:
         part, before = PARTS[index], self.store.stats()
-        was_held = self.store.has(part.meta.ref)
+        was_held = self.has(namespace, part.meta.ref)
         name = next(iter(self.reservations), None) if use_reservation else None
         try:
-            outcome = self.store.put(part, fingerprint=FINGERPRINT, now=self.now, reservation_id=name)
+            outcome = self.store.put(part, fingerprint=namespace, now=self.now, reservation_id=name)
         except CapacityError:
-            assert not self.store.has(part.meta.ref)
+            assert not self.has(namespace, part.meta.ref)
             assert self.store.stats().put_failures == before.put_failures + 1
             return
         assert outcome is (PutOutcome.ALREADY_HELD if was_held else PutOutcome.STORED)
-        assert self.store.get(part.meta.ref) == part
+        assert self.store.get(part.meta.ref, fingerprint=namespace) == part
         if outcome is PutOutcome.STORED and name is not None:
             self.reservations[name] -= min(self.reservations[name], part.meta.length_bytes)
 
-    @rule(indices=some_parts, lease_ms=st.integers(0, 5000))
-    def lease(self, indices: list[int], lease_ms: int) -> None:
+    @rule(indices=some_parts, namespace=namespaces, lease_ms=st.integers(0, 5000))
+    def lease(self, indices: list[int], namespace: bytes, lease_ms: int) -> None:
         refs = [PARTS[index].meta.ref for index in indices]
-        held = {ref for ref in refs if self.store.has(ref)}
+        held = {ref for ref in refs if self.has(namespace, ref)}
         try:
-            info = self.store.lease(refs, self.now, lease_ms)
+            info = self.store.lease(refs, self.now, lease_ms, fingerprint=namespace)
         except LeaseError:
             assert not held
             return
         assert set(info.refs) == held
-        self.leases[info.lease_id] = (info.expires_at, held)
+        assert info.fingerprint == namespace
+        self.leases[info.lease_id] = (info.expires_at, namespace, held)
 
     @rule(data=st.data(), lease_ms=st.integers(0, 5000))
     def renew_or_read(self, data: st.DataObject, lease_ms: int) -> None:
         if not self.leases:
             return
         lease_id = data.draw(st.sampled_from(list(self.leases)))
-        expires_at, refs = self.leases[lease_id]
+        expires_at, namespace, refs = self.leases[lease_id]
         try:
             info = self.store.renew(lease_id, self.now, lease_ms)
         except LeaseError:
             assert self.now >= expires_at
             return
         assert self.now < expires_at
-        self.leases[lease_id] = (info.expires_at, refs)
+        self.leases[lease_id] = (info.expires_at, namespace, refs)
         if refs:
             ordered = sorted(refs, key=repr)
             assert [p.meta.ref for p in self.store.leased_parts(lease_id, ordered, self.now)] == ordered
@@ -98,14 +116,14 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.release(lease_id)
             assert not self.store.release(lease_id)
 
-    @rule(index=st.integers(0, len(PARTS) - 1), pin=st.booleans())
-    def pin_or_unpin(self, index: int, pin: bool) -> None:
+    @rule(index=st.integers(0, len(PARTS) - 1), namespace=namespaces, pin=st.booleans())
+    def pin_or_unpin(self, index: int, namespace: bytes, pin: bool) -> None:
         ref = PARTS[index].meta.ref
         if not pin:
-            self.store.unpin(ref)
-            self.pins.discard(ref)
-        elif self.store.pin(ref):
-            self.pins.add(ref)
+            self.store.unpin(ref, fingerprint=namespace)
+            self.pins.discard((namespace, ref))
+        elif self.store.pin(ref, fingerprint=namespace):
+            self.pins.add((namespace, ref))
 
     @rule(size=st.integers(1, 120))
     def reserve(self, size: int) -> None:
@@ -134,19 +152,22 @@ class StoreMachine(RuleBasedStateMachine):
             stats = self.store.stats()
             assert stats.max_bytes == stats.bytes_locked + stats.bytes_reserved
 
-    @rule(indices=some_parts)
-    def touch(self, indices: list[int]) -> None:
-        self.store.touch([PARTS[index].meta.ref for index in indices], self.now)
+    @rule(indices=some_parts, namespace=namespaces)
+    def touch(self, indices: list[int], namespace: bytes) -> None:
+        self.store.touch([PARTS[index].meta.ref for index in indices], self.now, fingerprint=namespace)
 
-    @rule(index=st.integers(0, len(PARTS) - 1))
-    def invalidate(self, index: int) -> None:
+    @rule(index=st.integers(0, len(PARTS) - 1), namespace=namespaces)
+    def invalidate(self, index: int, namespace: bytes) -> None:
         ref = PARTS[index].meta.ref
-        was_held = self.store.has(ref)
-        assert self.store.invalidate(ref) == was_held
-        assert not self.store.has(ref)
-        self.pins.discard(ref)
-        for _, refs in self.leases.values():
-            refs.discard(ref)
+        was_held = self.has(namespace, ref)
+        elsewhere = [self.has(other, ref) for other in NAMESPACES if other != namespace]
+        assert self.store.invalidate(ref, fingerprint=namespace) == was_held
+        assert not self.has(namespace, ref)
+        assert elsewhere == [self.has(other, ref) for other in NAMESPACES if other != namespace]
+        self.pins.discard((namespace, ref))
+        for _, leased_in, refs in self.leases.values():
+            if leased_in == namespace:
+                refs.discard(ref)
 
     @rule(seconds=st.floats(0.0, 3.0))
     def pass_time(self, seconds: float) -> None:
@@ -157,40 +178,45 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_fast_is_there(self) -> None:
-        for ref in self.locked():
-            assert self.store.has(ref)
+        for held in self.locked():
+            assert self.has(*held)
 
     @invariant()
     def the_figures_add_up(self) -> None:
         stats = self.store.stats()
-        held = [part for part in PARTS if self.store.has(part.meta.ref)]
-        assert stats.bytes_used == sum(part.meta.length_bytes for part in held)
+        held = [(namespace, part) for namespace in NAMESPACES for part in PARTS if self.has(namespace, part.meta.ref)]
+        usage = {namespace: 0 for namespace, _ in held}
+        for namespace, part in held:
+            usage[namespace] += part.meta.length_bytes
+        assert self.store.usage_by_fingerprint() == usage
+        assert stats.bytes_used == sum(usage.values())
         assert stats.entry_count == len(held)
-        assert stats.block_count == len({part.meta.block_hash for part in held})
-        assert stats.bytes_used == sum(self.store.usage_by_fingerprint().values())
+        assert stats.block_count == len({(namespace, part.meta.block_hash) for namespace, part in held})
         assert stats.bytes_reserved == sum(self.reservations.values())
         assert stats.bytes_used + stats.bytes_reserved <= stats.max_bytes
         live = self.locked()
-        stale = set().union(*(refs for _, refs in self.leases.values())) | live
-        assert sum(self.store.length_bytes(ref) for ref in live) <= stats.bytes_locked
-        assert stats.bytes_locked <= sum(self.store.length_bytes(ref) for ref in stale)
+        stale = self.leased(live=False) | live
+        assert self.size_of(live) <= stats.bytes_locked <= self.size_of(stale)
+
+    def size_of(self, parts: set[Held]) -> int:
+        return sum(self.store.length_bytes(ref, fingerprint=namespace) for namespace, ref in parts)
 
     @invariant()
     def tails_are_those_that_are_held(self) -> None:
         parents = {part.meta.parent_hash for part in PARTS}
-        for parent in parents:
-            found = self.store.tails(parent, fingerprint=FINGERPRINT, block_tokens=16)
-            expected = {
-                part.meta.block_hash
-                for part in PARTS
-                if part.meta.parent_hash == parent and part.meta.token_count < 16 and self.store.has(part.meta.ref)
-            }
-            assert {tail.block_hash for tail in found} <= expected
-            assert len(found) == min(len(expected), limits.TAILS_PER_PARENT_MAX)
-            for tail in found:
-                assert tail.kinds == sum(
-                    1 << kind for kind in PartKind if self.store.has(PartRef(block_hash=tail.block_hash, kind=kind))
-                )
+        for namespace in NAMESPACES:
+            for parent in parents:
+                self._check_tails(namespace, parent)
+
+    def _check_tails(self, namespace: bytes, parent: bytes) -> None:
+        found = self.store.tails(parent, fingerprint=namespace, block_tokens=16)
+        under = [part for part in PARTS if part.meta.parent_hash == parent and part.meta.token_count < 16]
+        expected = {part.meta.block_hash for part in under if self.has(namespace, part.meta.ref)}
+        assert {tail.block_hash for tail in found} <= expected
+        assert len(found) == min(len(expected), limits.TAILS_PER_PARENT_MAX)
+        for tail in found:
+            refs = [PartRef(block_hash=tail.block_hash, kind=kind) for kind in PartKind]
+            assert tail.kinds == sum(1 << ref.kind for ref in refs if self.has(namespace, ref))
 
     @invariant()
     def the_tree_is_consistent(self) -> None:
@@ -199,8 +225,8 @@ class StoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for lease_id in list(self.leases):
             self.store.release(lease_id)
-        for ref in self.pins:
-            self.store.unpin(ref)
+        for namespace, ref in self.pins:
+            self.store.unpin(ref, fingerprint=namespace)
         assert self.store.stats().bytes_locked == 0
         self.store.clear()
         assert self.store.stats().bytes_used == 0
@@ -208,9 +234,10 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def _check_tree(tree: BlockTree) -> None:
-    for block in tree.blocks.values():
+    for block in tree.all_blocks():
         assert block.kinds
-        parent = tree.blocks.get(block.parent_hash)
+        parent = block.namespace.blocks.get(block.parent_hash)
+        assert all(child.namespace is block.namespace for child in block.iterate_children())
         siblings = list(parent.iterate_children()) if parent else list(block.namespace.orphans[block.parent_hash])
         assert siblings.count(block) == 1
         if block.children is None and not block.locked:
@@ -221,7 +248,7 @@ def _check_tree(tree: BlockTree) -> None:
     for namespace in tree.namespaces.values():
         for parent_hash, orphans in namespace.orphans.items():
             assert orphans
-            assert parent_hash == ROOT_HASH or parent_hash not in tree.blocks
+            assert parent_hash == ROOT_HASH or parent_hash not in namespace.blocks
         queued: list[HeldBlock] = namespace.leaves
         assert len(set(queued)) == len(queued)
 

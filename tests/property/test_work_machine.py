@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kakeya_zmq.protocol.effects import Tick
 from kakeya_zmq.protocol.work import JobState, JobView, WorkSettings
-from tests.unit.preparation_kit import BLOCK, REQUIREMENTS, all_parts, new_store, tokens_of
+from tests.unit.preparation_kit import BLOCK, FINGERPRINT, REQUIREMENTS, all_parts, new_store, tokens_of
 from tests.unit.work_kit import WorkHost
 from wire import limits
 from wire.ids import LeaseId
@@ -101,7 +101,7 @@ class WorkMachine(RuleBasedStateMachine):
             self.host.step(choice)
         if self.host.counts.get("import_failures", 0) > failures:
             for refs in self.leases.values():  # a bad part is dropped also out of leases
-                refs.intersection_update([ref for ref in refs if self.host.store.has(ref)])
+                refs.intersection_update([ref for ref in refs if self.host.store.has(ref, fingerprint=FINGERPRINT)])
 
     @rule(imports=st.booleans(), prefill=st.sampled_from([None, None, 0, 32, 64]))
     def engine_mood(self, imports: bool, prefill: int | None) -> None:
@@ -114,7 +114,7 @@ class WorkMachine(RuleBasedStateMachine):
         store = self.host.store
         for part in chosen:
             if gone:
-                store.invalidate(part.meta.ref)
+                store.invalidate(part.meta.ref, fingerprint=FINGERPRINT)
                 for refs in self.leases.values():
                     refs.discard(part.meta.ref)
             elif store.stats().bytes_used + store.stats().bytes_reserved + 48 <= store.max_bytes:
@@ -133,8 +133,8 @@ class WorkMachine(RuleBasedStateMachine):
         refs = [part.meta.ref for part in parts[start % len(parts) :][:count]]
         store = self.host.store
         # A lease that fills the store would only make every job fail.
-        if store.stats().bytes_locked <= store.max_bytes // 4 and any(map(store.has, refs)):
-            info = store.lease(refs, self.host.now, 3_600_000)
+        if store.stats().bytes_locked <= store.max_bytes // 4 and any(map(store.presence(FINGERPRINT), refs)):
+            info = store.lease(refs, self.host.now, 3_600_000, fingerprint=FINGERPRINT)
             self.leases[info.lease_id] = set(info.refs)
 
     @precondition(lambda self: self.leases)
@@ -171,7 +171,7 @@ class WorkMachine(RuleBasedStateMachine):
             return
         stats = self.host.store.stats()
         assert stats.bytes_used + stats.bytes_reserved <= stats.max_bytes
-        assert all(self.host.store.has(ref) for refs in self.leases.values() for ref in refs)
+        assert all(self.host.store.has(ref, fingerprint=FINGERPRINT) for refs in self.leases.values() for ref in refs)
 
     @invariant()
     def jobs_only_move_forward(self) -> None:

@@ -38,13 +38,15 @@ class Turn:
 class Script:
     """All conversations of a soak with their answers; the first ones share beginnings."""
 
-    def __init__(self, reference: Reference, seed: int) -> None:
+    def __init__(
+        self, reference: Reference, seed: int, *, prompts: int = PROMPTS, conversations: int = CONVERSATIONS
+    ) -> None:
         chosen = random.Random(seed)
         beginnings = [prompt(chosen.randrange(200, 500), seed * 1_000 + number) for number in range(5)]
         self.conversations: list[tuple[Turn, ...]] = []
-        for number in range(PROMPTS + CONVERSATIONS):
+        for number in range(prompts + conversations):
             first = [*chosen.choice(beginnings), *prompt(chosen.randrange(1, 300), seed * 1_000 + 100 + number)]
-            turns = 1 if number < PROMPTS else 3
+            turns = 1 if number < prompts else 3
             history: list[int] = []
             made: list[Turn] = []
             for turn in range(turns):

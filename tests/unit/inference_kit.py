@@ -295,11 +295,11 @@ class InferenceHost:
 
     # --- what clients do ----------------------------------------------------------------------------------------------
 
-    def ask(self, body: Any, node: str = "client") -> RequestKey:
+    def ask(self, body: Any, node: str = "client", identity: bytes = b"") -> RequestKey:
         key = RequestKey((bytes(16), next(self.numbers)))
         self.open[key] = body
         self.told[key] = []
-        self.send(RequestArrived(key, NodeId(node), (), body, self.now + 60))
+        self.send(RequestArrived(key, NodeId(node), (), body, self.now + 60, identity))
         return key
 
     def create(self, **options: Any) -> str:

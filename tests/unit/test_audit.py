@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from kakeya_zmq.audit import (
     AUDIT_FILE,
     ENTRIES_BURST,
     OLD_FILES,
+    REASON_BURST,
+    REASONS_MAX,
     TOTAL_BURST,
     AuditLog,
     old_files,
@@ -22,7 +25,17 @@ from kakeya_zmq.audit import (
     read_entries,
 )
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes, save_known_nodes
-from kakeya_zmq.protocol.identities import CLIENTS_MAX, NODES_MAX, IdentityBook
+from kakeya_zmq.protocol.identities import (
+    ACCOUNT_MAX,
+    CLIENTS_MAX,
+    FORGOTTEN,
+    FULL,
+    NODES_MAX,
+    OTHER_KEY,
+    REVOKED,
+    TOO_MANY_NEW,
+    IdentityBook,
+)
 from wire.errors import ConfigError
 
 
@@ -81,7 +94,53 @@ def test_what_was_left_out_is_told_at_the_end(tmp_path: Path, clock: Clock) -> N
 
 def test_reasons_without_end_are_bounded_too(tmp_path: Path, clock: Clock) -> None:
     log = log_in(tmp_path, clock)
-    assert sum(log.write("refused", f"reason {number}") for number in range(5_000)) == TOTAL_BURST
+    written = sum(log.write("refused", f"reason {number}") for number in range(5_000))
+    assert written == REASONS_MAX + REASON_BURST < TOTAL_BURST
+    log.close()
+    assert sum(entry["count"] + entry.get("suppressed", 0) for entry in read_entries(tmp_path)) == 5_000
+
+
+def test_a_flood_of_one_node_hides_no_other_ones_entries(tmp_path: Path, clock: Clock) -> None:
+    """Of the same kind and reason, of another reason, of another kind."""
+    log = log_in(tmp_path, clock)
+    for _ in range(5_000):
+        log.write("refused", "too many requests", subject="mallory")
+    assert log.write("refused", "too many requests", subject="eve")
+    assert log.write("refused", "an unknown session")
+    assert log.write("revoked", "revoked by mallory", subject="eve")
+    entries = list(read_entries(tmp_path))
+    assert [entry.get("suppressed") for entry in entries if entry.get("node_id") == "eve"] == [5_000 - ENTRIES_BURST, None]
+
+
+def test_a_flood_under_made_up_names_is_bounded_and_hides_no_other_reason(tmp_path: Path, clock: Clock) -> None:
+    log = log_in(tmp_path, clock)
+    assert sum(log.write("refused", "flood", subject=f"n{number}") for number in range(5_000)) == REASON_BURST
+    assert log.write("refused", "something else", subject="n1")
+    assert log.write("registered", "a node was seen for the first time", subject="n1")
+    log.close()
+    assert sum(entry["count"] + entry.get("suppressed", 0) for entry in read_entries(tmp_path)) == 5_002
+
+
+def test_a_flood_of_one_kind_hides_no_other_kind(tmp_path: Path, clock: Clock) -> None:
+    log = log_in(tmp_path, clock)
+    for number in range(200):
+        for _ in range(30):
+            log.write("refused", f"reason {number}")
+    assert not log.write("refused", "one more"), "the attack took place"
+    assert log.write("revoked", "revoked by a", subject="b")
+
+
+@pytest.mark.parametrize("torn", [b'{"kind": "refu', b'{"kind": "started", "reason": "x"}'])
+def test_a_line_that_a_crash_has_torn_costs_no_other(tmp_path: Path, clock: Clock, torn: bytes) -> None:
+    log_in(tmp_path, clock).write("started", "one")
+    with (tmp_path / AUDIT_FILE).open("ab") as file:
+        file.write(torn)
+    log = log_in(tmp_path, clock)
+    assert log.write("started", "two")
+    assert log.write("stopped", "three")
+    reasons = [entry["reason"] for entry in read_entries(tmp_path)]
+    assert [reason for reason in reasons if reason != "x"] == ["one", "two", "three"]
+    assert ("x" in reasons) == torn.endswith(b"}"), "what is whole but for its end is kept"
 
 
 def test_files_are_rotated_and_bounded(tmp_path: Path, clock: Clock) -> None:
@@ -167,12 +226,72 @@ def test_clients_without_end_do_not_push_a_node_out() -> None:
     assert book.key_of("client-0") is None
 
 
-def test_nodes_in_use_do_not_make_room() -> None:
-    book = IdentityBook(OWN, {f"n{number}": KEY_A for number in range(NODES_MAX)})
-    assert book.bind("new", KEY_A, ("worker",), lambda: {"n0"})
-    assert book.key_of("n0") == KEY_A
-    assert book.key_of("n1") is None
+def test_a_full_book_takes_no_newcomers_and_forgets_nobody() -> None:
+    known = {f"n{number}": KEY_A for number in range(NODES_MAX)}
+    book = IdentityBook(OWN, known)
+    assert book.admit("new", KEY_A, ("worker",)) == FULL
+    assert book.nodes() == known
+    assert book.admit("n0", KEY_A, ("worker",)) == ""
+    assert book.forget("n1")
+    assert book.admit("new", KEY_A, ("worker",)) == ""
+
+
+def test_cards_of_made_up_names_do_not_push_out_a_node_that_is_away() -> None:
+    """One member tells them; so do names that it has made up before, and clients."""
+    book = IdentityBook(OWN, {"away": KEY_A, "mallory": KEY_B})
+    told = [book.admit(f"x{number}", KEY_B, ("worker",), told_by="mallory") for number in range(2 * NODES_MAX)]
+    assert told == [""] * ACCOUNT_MAX + [TOO_MANY_NEW] * (2 * NODES_MAX - ACCOUNT_MAX)
+    assert book.admit("y", KEY_B, ("worker",), told_by="x0") == TOO_MANY_NEW, "whom she introduced has no account"
+    for number in range(NODES_MAX):
+        assert book.admit(f"puppet-{number}", KEY_B, ("worker",)) in ("", TOO_MANY_NEW)
+        book.admit(f"told-by-puppet-{number}", KEY_B, ("worker",), told_by=f"puppet-{number}")
+        book.admit(f"told-by-client-{number}", KEY_B, ("worker",), told_by="client-1")
+    assert len(book.nodes()) == 2 + 2 * ACCOUNT_MAX
+    assert book.admit("away", KEY_B, ("worker",)) == OTHER_KEY
+    assert book.admit("honest", KEY_A, ("worker",), told_by="away") == "", "others still introduce newcomers"
+    assert book.admit("seed", KEY_A, ("worker",), dialled=True) == ""
+    assert book.admit("behind-the-seed", KEY_A, ("worker",), told_by="seed") == ""
+
+
+def test_a_listed_node_is_remembered_in_a_book_full_of_others() -> None:
+    listed = {"listed": KEY_A, "old": KEY_A}
+
+    def judge(node_id: str, key: bytes, roles: Collection[str]) -> str:
+        return "" if listed.get(node_id) == key else "no"
+
+    known = {"old": KEY_A} | {f"n{number}": KEY_B for number in range(NODES_MAX - 1)}
+    book = IdentityBook(OWN, known, judge=judge)
+    assert book.admit("listed", KEY_A, ("worker",)) == ""
+    assert book.key_of("old") == KEY_A
     assert len(book.nodes()) == NODES_MAX
+
+
+def test_a_forgotten_key_comes_back_by_its_node_only() -> None:
+    book = IdentityBook(OWN, {"n": KEY_A})
+    assert book.names_of(KEY_A) == ("n",)
+    assert book.forget("n")
+    assert not book.forget("n")
+    assert (book.names_of(KEY_A), book.knows(KEY_A)) == ((), False)
+    assert book.admit("n", KEY_A, ("worker",), told_by="relay") == FORGOTTEN, "a card that others still relay"
+    assert book.key_of("n") is None
+    assert book.admit("n", KEY_B, ("worker",), told_by="relay") == ""
+    assert book.forget("n")
+    assert book.admit("n", KEY_B, ("worker",)) == "", "it says hello itself"
+    assert book.admit("n", KEY_B, ("worker",), told_by="relay") == ""
+    assert (book.names_of(KEY_B), book.knows(KEY_B)) == (("n",), True)
+
+
+def test_names_of_a_key() -> None:
+    book = IdentityBook(OWN, {"one": KEY_A, "two": KEY_A})
+    assert book.names_of(KEY_A) == ("one", "two")
+    assert book.names_of(bytes(32)) == ("me",)
+    book.bind("c", KEY_B, ("client",))
+    assert (book.names_of(KEY_B), book.knows(KEY_B)) == ((), False)
+    book.revoke(KEY_A)
+    assert book.knows(KEY_A)
+    assert book.admit("one", KEY_A, ("worker",)) == REVOKED
+    book.reinstate(KEY_A)
+    assert book.admit("one", KEY_A, ("worker",)) == ""
 
 
 @settings(max_examples=100, deadline=None)

@@ -217,3 +217,10 @@ def test_every_benchmark_has_its_module() -> None:
 )
 def test_figures_are_short(value: float, text: str) -> None:
     assert report.figure(value) == text
+
+
+def test_the_verdict_speaks_of_bars_only_where_there_are_any() -> None:
+    bar = Bar("x", 1.0, 2.0, Direction.AT_MOST)
+    assert report.verdict([Outcome("a", "")]) == "measured; there is no bar for this"
+    assert report.verdict([Outcome("a", ""), Outcome("b", "", bars=(bar,))]) == "every bar holds"
+    assert report.verdict([Outcome("a", "", skipped="why")]) == "NOT every bar holds"

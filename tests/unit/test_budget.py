@@ -173,11 +173,11 @@ def test_the_shell_fits_a_real_store_and_leaves_leases_alone() -> None:
     parts = make_parts(make_chain(16 * 40), length_bytes=100_000)
     for part in parts:
         store.put(part, fingerprint=FINGERPRINT, now=2.0)
-    store.lease([part.meta.ref for part in parts[:20]], 2.0, 60_000)
+    store.lease([part.meta.ref for part in parts[:20]], 2.0, 60_000, fingerprint=FINGERPRINT)
     model[0] = 1 << 50
     budget.measure(4.0)
     assert store.max_bytes == 2_000_000, "leases hold more than the floor"
-    assert all(store.has(part.meta.ref) for part in parts[:20])
+    assert all(store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in parts[:20])
     name, figures = budget.section()
     assert (name, figures["target_bytes"], figures["model_bytes"]) == ("budget", floor, 1 << 50)
     store.expire(63.0)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from wire import limits
 from wire.bus import NODE_ID_BYTES_MAX, PAYLOAD_BYTES_MAX, BusMessage, Group, Topic, open_message, seal_message
 from wire.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
+from wire.text import NODE_ID, NODE_ID_CHARACTERS_MAX, is_node_id
 
 FLEET_KEY = bytes(range(32))
 TELEMETRY_KEY = bytes(range(32, 64))
@@ -19,20 +20,12 @@ KEYS = {Group.FLEET: FLEET_KEY, Group.TELEMETRY: TELEMETRY_KEY}
 
 messages = st.builds(
     BusMessage,
-    node_id=st.text(min_size=1, max_size=limits.NAME_CHARACTERS_MAX).filter(lambda text: _encodes(text)).map(NodeId),
+    node_id=st.from_regex(NODE_ID, fullmatch=True).map(NodeId),
     topic=st.sampled_from(Topic),
     incarnation=st.integers(0, 2**64 - 1),
     sequence=st.integers(0, 2**64 - 1),
     payload=st.binary(max_size=300),
 )
-
-
-def _encodes(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
 
 
 def sealed(message: BusMessage) -> list[bytes]:
@@ -45,6 +38,19 @@ EXAMPLE = BusMessage(NodeId("worker-1"), Topic.CARD, 7, 42, b"payload")
 @given(messages)
 def test_what_is_sealed_opens_to_the_same_message(message: BusMessage) -> None:
     assert open_message(sealed(message), KEYS) == message
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=110).filter(lambda text: not is_node_id(text))
+)
+@example("two\nlines")
+@example("\x1b[2J")
+@example("w\u043erker")
+@example("..")
+def test_a_sender_with_another_name_than_nodes_have_is_refused(name: str) -> None:
+    message = BusMessage(NodeId(name), Topic.NODE, 1, 1, b"payload")
+    with pytest.raises(RemoteProtocolError, match="a bad node id"):
+        open_message(sealed(message), KEYS)
 
 
 @given(messages, st.data())
@@ -92,8 +98,8 @@ def test_another_key_opens_nothing() -> None:
 
 
 def test_the_largest_message_fits_the_bus_and_a_larger_one_is_our_own_error() -> None:
-    longest_name = NodeId("\U0001f600" * limits.NAME_CHARACTERS_MAX)
-    assert len(longest_name.encode()) == NODE_ID_BYTES_MAX
+    longest_name = NodeId("n" * NODE_ID_CHARACTERS_MAX)
+    assert len(longest_name.encode()) <= NODE_ID_BYTES_MAX
     largest = BusMessage(longest_name, Topic.CARD, 2**64 - 1, 2**64 - 1, bytes(PAYLOAD_BYTES_MAX))
     frames = sealed(largest)
     assert sum(map(len, frames[1:])) <= limits.BUS_MESSAGE_BYTES_MAX

@@ -55,10 +55,18 @@ def test_the_best_of_the_long_runs_counts() -> None:
 
 
 def test_a_slow_machine_is_not_kept_busy() -> None:
-    engine = TimedEngine(0.8)
-    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(SHORT_TOKENS / 0.8)
+    engine = TimedEngine(5.0)
+    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(SHORT_TOKENS / 5.0)
+    several = TimedEngine(0.9, 0.8, 0.85)
+    assert measure_prefill(several, lambda: several.now) == pytest.approx(SHORT_TOKENS / 0.8)
     once = TimedEngine(0.3, 2.4)
     assert measure_prefill(once, lambda: once.now) == pytest.approx(LONG_TOKENS / 2.4)
+
+
+def test_a_first_run_that_reads_the_weights_from_disk_does_not_count() -> None:
+    engine = TimedEngine(3.5, 0.2, 1.2)
+    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(LONG_TOKENS / 1.2)
+    assert engine.sizes == [SHORT_TOKENS, SHORT_TOKENS, LONG_TOKENS]
 
 
 def test_what_cannot_be_measured_is_0_or_the_short_run() -> None:
@@ -66,4 +74,6 @@ def test_what_cannot_be_measured_is_0_or_the_short_run() -> None:
     assert measure_prefill(failing, lambda: failing.now) == 0.0
     short = TimedEngine(0.1, 0.2, fails_at=2)
     assert measure_prefill(short, lambda: short.now) == pytest.approx(SHORT_TOKENS / 0.1)
+    second = TimedEngine(0.7, 0.7, fails_at=2)
+    assert measure_prefill(second, lambda: second.now) == pytest.approx(SHORT_TOKENS / 0.7)
     assert measure_prefill(TimedEngine(0.0), lambda: 5.0) == 0.0

@@ -31,7 +31,14 @@ def test_usable_settings_pass_and_nothing_is_made(home: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
-        (["--peer", "nowhere"], EXIT_BAD_INPUT, "nowhere"),
+        (["--peer", "nowhere"], EXIT_BAD_INPUT, "--peer: not an address: 'nowhere'"),
+        (["--bind", "nowhere"], EXIT_BAD_INPUT, "--bind: not an address"),
+        (["--advertise", "10.0.0.7:0"], EXIT_BAD_INPUT, "--advertise: no port"),
+        (["--bus-bind", "*:1"], EXIT_BAD_INPUT, "--bus-bind: not a host"),
+        (["--endpoint", "10.0.0.7:1/wifi"], EXIT_BAD_INPUT, "--endpoint: no such network"),
+        (["--endpoint", "10.0.0.7:1/lan/high"], EXIT_BAD_INPUT, "--endpoint: not a priority"),
+        (["--endpoint", "10.0.0.7"], EXIT_BAD_INPUT, "--endpoint: not an address"),
+        ([f"--endpoint=10.0.0.{number}:1" for number in range(40)], EXIT_BAD_INPUT, "endpoints are too many"),
         (["--bulk-ports", "9-1"], EXIT_BAD_INPUT, "9-1"),
         (["--cache-gb", "much"], EXIT_BAD_INPUT, "--cache-gb"),
         (["--fleet-psk-file", "/nonexistent/psk"], EXIT_NOT_AUTHENTICATED, "psk"),
@@ -49,3 +56,28 @@ def test_unusable_settings_are_one_line(
 def test_a_folder_without_a_model_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["primary", "--check-settings", "--model", str(home)]) != EXIT_OK
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--cache-peer", "--worker"])
+def test_a_primary_with_an_address_that_cannot_be_does_not_start(
+    home: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    """It ends before it loads the model, and does not go on without that address."""
+    for extra in (["--check-settings"], []):
+        assert main(["primary", "--model", str(home / "model"), flag, "10.0.0.7:0", *extra]) == EXIT_BAD_INPUT
+        assert capsys.readouterr().err.splitlines() == [
+            f"kakeya: {flag}: no port: '10.0.0.7:0' (write the port of --bind there)"
+        ]
+
+
+@pytest.mark.parametrize("name", ["peer", "cache_peer", "worker", "endpoint"])
+def test_config_show_names_the_variable_or_key_of_an_address_that_cannot_be(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (home / "kakeya.toml").write_text(f'[primary]\n{name} = ["10.0.0.7:1", "nowhere"]\n', encoding="utf-8")
+    assert main(["config", "show", "--role", "primary"]) == EXIT_BAD_INPUT
+    assert f"{name} in the configuration file: not an address: 'nowhere'" in capsys.readouterr().err
+    variable = f"KAKEYA_{name.upper()}"
+    monkeypatch.setenv(variable, "elsewhere")
+    assert main(["config", "show", "--role", "primary"]) == EXIT_BAD_INPUT
+    assert f"{variable}: not an address: 'elsewhere'" in capsys.readouterr().err

@@ -54,6 +54,7 @@ from wire.messages import (
     Update,
     Welcome,
 )
+from wire.text import NODE_ID_CHARACTERS_MAX
 
 CLIENT: list[ClientEnvelope] = [
     Request(request_id=1, deadline_ms=1000, body=GetStatus()),
@@ -127,8 +128,8 @@ def test_handshake_round_trip() -> None:
 
 
 def test_the_longest_handshake_fits() -> None:
-    long = "\U0001f600" * limits.NAME_CHARACTERS_MAX
-    hello = msgspec.structs.replace(HELLO, node_id=long, software=long, roles=(long,) * 8, incarnation=2**63 - 1)
+    name, role, software = "n" * NODE_ID_CHARACTERS_MAX, "r" * 32, "s" * limits.NAME_CHARACTERS_MAX
+    hello = msgspec.structs.replace(HELLO, node_id=name, software=software, roles=(role,) * 8, incarnation=2**63 - 1)
     assert decode_hello(encode_hello(hello)) == hello
 
 

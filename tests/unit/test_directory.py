@@ -27,6 +27,7 @@ from kakeya_zmq.protocol.directory import (
     PeerGone,
     Slept,
 )
+from kakeya_zmq.protocol.identities import IdentityBook
 from tests.unit.card_kit import card_blob
 from wire import limits
 from wire.cards import mark_of, open_card, pack_digest, unpack_digest
@@ -373,6 +374,29 @@ def test_a_member_that_makes_up_nodes_cannot_grow_the_tables_without_end(monkeyp
 
 
 # --- announcing ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forgotten_node_is_gone_at_once_and_its_old_card_does_not_come_back() -> None:
+    """Others relay it until it expires there; the machine that was set up anew is taken, also with a younger clock."""
+    book = IdentityBook(("me", bytes(32)))
+    directory = Directory(node_id="me", make_card=lambda sequence: card_blob("me", 1, sequence), identities=book)
+    arrive(directory, 0.0, (card_blob("mac", 5), 0))
+    assert directory.forget("mac") == [PeerGone(NodeId("mac"), "its key was forgotten by the administrator")]
+    assert book.forget("mac")
+    assert directory.forget("mac") == []
+    (refused,) = arrive(directory, 1.0, (card_blob("mac", 5), 1000))
+    assert isinstance(refused, CardRefused)
+    assert any(isinstance(each, PeerChanged) for each in arrive(directory, 2.0, (card_blob("mac", 2, key="anew"), 0)))
+    assert [each.node_id for each in directory.peers(2.0)] == ["mac"]
+    assert directory.on(DirectoryTick(), 100.0)[0] == PeerGone(NodeId("mac"), "its card expired")
+
+
+def test_a_table_full_of_live_cards_pins_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kakeya_zmq.protocol.directory.NODES_MAX", 2)
+    book = IdentityBook(("me", bytes(32)))
+    directory = Directory(node_id="me", make_card=lambda sequence: card_blob("me", 1, sequence), identities=book)
+    arrive(directory, 0.0, *((card_blob(f"n{number}"), 0) for number in range(4)))
+    assert list(book.nodes()) == names(directory, 0.0) == ["n0", "n1"]
 
 
 def test_rounds_are_quick_at_first_and_then_slow() -> None:

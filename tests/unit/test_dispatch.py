@@ -72,6 +72,7 @@ class Peer:
     session_id: bytes = bytes(16)
     node_id: str = "peer"
     roles: tuple[str, ...] = ("primary",)
+    identity_public_key: bytes = b"key"
 
 
 class Incoming:
@@ -208,7 +209,7 @@ def test_requests_go_to_the_machine_whose_business_they_are(rig: Rig) -> None:
     assert rig.request(Incoming(GetSession(session_id="s"), 2))
     assert not rig.request(Incoming(GetStatus(), 3))
     (event,) = rig.machine.events
-    assert event == fx.RequestArrived(KEY, NodeId("peer"), ("primary",), BODY, 60.0)
+    assert event == fx.RequestArrived(KEY, NodeId("peer"), ("primary",), BODY, 60.0, b"key")
     assert len(rig.other.events) == 1
     assert rig.dispatcher.figures()["open_requests"] == 2
 

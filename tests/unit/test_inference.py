@@ -13,6 +13,7 @@ from kakeya_zmq.protocol.inference import InferenceSettings, PublishParts
 from tests.unit.inference_kit import InferenceHost
 from tests.unit.preparation_kit import (
     BLOCK,
+    FINGERPRINT,
     FULL,
     REQUIREMENTS,
     STATEFUL,
@@ -102,7 +103,7 @@ def test_many_turns_keep_positions_right_and_store_and_publish_everything(
     host.finish()
     for part in all_parts(tokens[:-1], requirement):
         if part.meta.kind is not PartKind.STATE and part.meta.token_count == BLOCK:
-            assert host.store.has(part.meta.ref)
+            assert host.store.has(part.meta.ref, fingerprint=FINGERPRINT)
             assert part.meta.ref in host.published
 
 
@@ -189,6 +190,7 @@ def test_a_session_does_not_exist_for_others() -> None:
     )
     for body in bodies:
         assert answer(host, host.ask(body, node="thief")) is FailureCode.NOT_FOUND
+        assert answer(host, host.ask(body, identity=b"another key")) is FailureCode.NOT_FOUND, "under the same name"
         assert history(host, session_id) == before
     assert answer(host, host.ask(bodies[-1])).history_tokens == 40
     assert isinstance(run_generate(host, session_id), Generated)
@@ -410,7 +412,7 @@ def test_a_session_closed_right_after_its_answer_still_stores_and_publishes_it(s
     assert host.service.unpublished == 0
     for block in chain_of(tokens[:-1]).blocks:
         ref = PartRef(block_hash=block.block_hash, kind=PartKind.FULL)
-        assert host.store.has(ref)
+        assert host.store.has(ref, fingerprint=FINGERPRINT)
         assert ref in host.published
 
 
@@ -425,7 +427,7 @@ def test_a_capture_that_failed_is_made_up_for_by_the_next_one() -> None:
     tokens = np.array(history(host, session_id), np.int32)
     host.finish()
     assert host.counts["capture_failures"] == 1
-    assert all(host.store.has(part.meta.ref) for part in all_parts(tokens[:96], FULL))
+    assert all(host.store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in all_parts(tokens[:96], FULL))
 
 
 @pytest.mark.parametrize(("local", "publish"), [(True, False), (False, True), (False, False)])
@@ -511,8 +513,8 @@ def stored_tokens(host: InferenceHost) -> int:
     """Tokens of all parts in the store, each as often as it is stored."""
     events = host.store.events_since(0)
     assert events is not None
-    held = {event.ref for event in events if host.store.has(event.ref)}
-    return sum(part.meta.token_count for ref in held if (part := host.store.get(ref)) is not None)
+    held = {event.ref for event in events if host.store.has(event.ref, fingerprint=FINGERPRINT)}
+    return sum(part.meta.token_count for ref in held if (part := host.store.get(ref, fingerprint=FINGERPRINT)) is not None)
 
 
 @pytest.mark.parametrize("requirement", [FULL, WINDOW_ONLY])
@@ -529,7 +531,7 @@ def test_a_chat_stores_and_publishes_each_token_once_and_its_prompts_still_hit(r
     host.settle()
     total = len(prompts[-1]) + 7
     assert stored_tokens(host) == total - 1, "the last token has no KV"
-    by_ref = {ref: host.store.get(ref) for ref in host.published}
+    by_ref = {ref: host.store.get(ref, fingerprint=FINGERPRINT) for ref in host.published}
     assert all(by_ref.values()), "nothing was published that is not stored"
     assert sum(part.meta.token_count for part in by_ref.values() if part is not None) == total - 1
     computed = host.counts["tokens_computed"]

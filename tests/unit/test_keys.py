@@ -78,6 +78,29 @@ class TestSecretFiles:
         with pytest.raises(SecretFileError, match="belongs to another user"):
             read_secret_file(path, minimum_bytes=16, what="fleet key")
 
+    def test_a_link_is_followed_and_what_it_leads_to_is_checked(self, tmp_path: Path) -> None:
+        for name in ("there", "here"):
+            (tmp_path / name).mkdir(mode=0o700)
+        target = secret_file(tmp_path / "there", PSK.hex().encode())
+        link = tmp_path / "here" / "psk"
+        link.symlink_to(target)
+        assert read_secret_file(link, minimum_bytes=16, what="fleet key") == PSK.hex().encode()
+        target.chmod(0o644)
+        with pytest.raises(SecretFileError, match="open to other users"):
+            read_secret_file(link, minimum_bytes=16, what="fleet key")
+        target.chmod(0o600)
+        for name in ("there", "here"):
+            folder = tmp_path / name
+            folder.chmod(0o777)
+            with pytest.raises(SecretFileError, match="everybody may write") as caught:
+                read_secret_file(link, minimum_bytes=16, what="fleet key")
+            assert caught.value.remedy == f"chmod o-w {folder}"
+            folder.chmod(0o1777)  # as /tmp is
+            assert read_secret_file(link, minimum_bytes=16, what="fleet key")
+        target.unlink()
+        with pytest.raises(SecretFileError, match="does not exist"):
+            read_secret_file(link, minimum_bytes=16, what="fleet key")
+
     def test_write_is_private_and_never_overwrites(self, tmp_path: Path) -> None:
         path = tmp_path / "a" / "b" / "key"
         write_secret_file(path, b"one")

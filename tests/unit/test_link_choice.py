@@ -263,7 +263,7 @@ def test_a_cache_uses_the_codec_it_is_asked_for() -> None:
     peer = test_serve.Peer()
     parts = make_parts(make_chain(32))
     peer.hold(parts)
-    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000)
+    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=test_serve.FINGERPRINT, owner="asker")
     body = replace(test_serve.fetch(info.lease_id, parts), link_codec=LinkCodec.ZSTD, value_bytes=2)
     bind = test_serve.only(peer.ask(body)[1], BindSender)
     assert (bind.link_codec, bind.value_bytes) == (LinkCodec.ZSTD, 2)

@@ -242,8 +242,8 @@ def test_a_hit_at_home_counts_as_use() -> None:
     store = new_store([*mine, *others], max_bytes=10 * 48)
     desk(71, FULL, store=store).run_engine()
     store.put(all_parts(tokens_of(16, seed=2), FULL)[0], fingerprint=FINGERPRINT, now=20.0)
-    assert all(store.has(part.meta.ref) for part in mine)
-    assert not all(store.has(part.meta.ref) for part in others)
+    assert all(store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in mine)
+    assert not all(store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in others)
 
 
 def test_a_cold_prompt_is_computed_kept_and_offered_for_publishing() -> None:
@@ -253,7 +253,7 @@ def test_a_cold_prompt_is_computed_kept_and_offered_for_publishing() -> None:
     outcome = d.ready()
     assert kinds(outcome) == [(SourceKind.COMPUTED, 0, 70)]
     assert {part.meta.ref for part in outcome.new_parts} == {part.meta.ref for part in parts_of(71, 70, WINDOWED)}
-    assert all(store.has(part.meta.ref) for part in outcome.new_parts)
+    assert all(store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in outcome.new_parts)
     assert d.count("misses") == 1
     first = "own cache ends at token 0: diverged or never stored at token 0"
     assert outcome.explanation.reasons == (first, "no worker is known")
@@ -351,7 +351,7 @@ def test_a_remote_hit_is_fetched_promoted_imported_and_explained() -> None:
     source = outcome.explanation.sources[1]
     assert (source.node_id, source.transfer_bytes, source.elapsed_ms) == ("a", 144, 500.0)
     assert (d.count("remote_hits"), d.count("hot_promotions"), d.count("bytes_received")) == (1, 3, 144)
-    assert store.has(lane.wanted[-1])
+    assert store.has(lane.wanted[-1], fingerprint=FINGERPRINT)
     assert outcome.new_parts == (), "what a cache already has is not published"
 
 
@@ -677,6 +677,38 @@ def test_the_second_worker_is_asked_for_less_after_the_first_one_died() -> None:
     assert "worker v job failed (unavailable)" in d.ready().explanation.reasons
 
 
+def test_the_second_worker_goes_on_from_a_checkpoint_where_a_hit_needs_a_window() -> None:
+    d = desk(700, WINDOWED, workers=["v", "w"])
+    first, body = job_of(d)
+    assert body.checkpoint_tokens == 256
+    lane = d.grant(first.ask)
+    target = needed_parts(chain_of(tokens_of(699)), 699, WINDOWED)
+    assert [part.ref for part in lane.expected if not part.optional] == list(target)
+    chain = chain_of(tokens_of(700)[:-1])
+    checkpoint = needed_parts(chain, 256, WINDOWED)
+    assert set(checkpoint) <= set(lane.wanted)
+    d.feed(PartsReceived(lane.lane, pick(700, [*checkpoint, lane.wanted[len(checkpoint)]], WINDOWED)))
+    d.feed(AskFailed(first.ask, FailureCode.UNAVAILABLE, "gone"))
+    second, body = job_of(d)
+    assert (second.node_id, body.have_tokens) == ("w", 256)
+    d.feed(AskFailed(second.ask, FailureCode.RESOURCE_EXHAUSTED, "full"))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.WORKER, 0, 256), (SourceKind.COMPUTED, 256, 699)]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "settings"),
+    [(FULL, PreparationSettings()), (WINDOWED, PreparationSettings(max_import_bytes=3 * (699 + 60)))],
+)
+def test_no_checkpoints_where_none_are_needed_or_there_is_no_room(
+    requirement: Requirement, settings: PreparationSettings
+) -> None:
+    d = desk(700, requirement, workers=["v"], settings=settings, policy=PrefillPolicy.REMOTE_REQUIRED)
+    ask, body = job_of(d)
+    assert body.checkpoint_tokens == 0
+    assert not any(part.optional for part in d.grant(ask.ask).expected)
+
+
 def test_a_stalled_worker_is_given_up() -> None:
     d = desk(65, FULL, workers=["v"], rates=slow_here())
     ask, _ = job_of(d)
@@ -948,6 +980,6 @@ def test_a_damaged_part_of_the_own_store_is_dropped_and_computed_again() -> None
     d.run_engine()
     assert d.ready().position == 64
     assert not any(isinstance(command, ImportPrefix) for command in d.engine.commands)
-    stored = store.get(first.meta.ref)
+    stored = store.get(first.meta.ref, fingerprint=FINGERPRINT)
     assert stored is not None
     assert stored.payload == first.payload, "the damaged part has made room for the right one"

@@ -132,6 +132,16 @@ def test_only_wanted_parts_are_sent_and_payloads_are_shared() -> None:
     assert d.count("bytes_published") == 96
 
 
+def test_who_has_taken_something_is_known_before_its_next_card() -> None:
+    d = Desk()
+    d.publish(parts_of(64))
+    (ask,) = d.asks()
+    assert d.machine.took_at(ask.node_id) is None
+    d.now = 7.0
+    d.feed(AskReplied(ask.ask, PublishResult(stored_parts=0, already_held_parts=4, refused_parts=0, reason="")))
+    assert [d.machine.took_at(peer) for peer in PEERS] == [7.0 if peer == ask.node_id else None for peer in PEERS]
+
+
 def test_a_result_that_overtakes_the_lanes_end_counts_the_bytes_once() -> None:
     d = Desk()
     d.publish(parts_of(64))

@@ -23,7 +23,7 @@ from kakeya_zmq.roster import (
     Roster,
 )
 from tests.unit.card_kit import card_blob, identity
-from wire.cards import Card, ModelOffering, open_card
+from wire.cards import MODELS_MAX, Card, ModelOffering, open_card
 from wire.errors import ConfigError
 from wire.limits import GIB
 from wire.messages import CreateSession, GetRequests, GetStatus, Lookup, PublishOffer, Requirement
@@ -49,17 +49,24 @@ def roster(tmp_path: Path, text: str = TEXT) -> Roster:
     return Roster.load(path)
 
 
-def card_with(compatibility: Compatibility) -> Card:
-    offering = ModelOffering(
-        model_id="m",
-        role="worker",
-        quantization="",
-        tokens_per_second=0.0,
-        fingerprint=compatibility.fingerprint(),
-        tenant=compatibility.tenant_namespace,
-        compatibility=asdict(compatibility),
-    )
-    return msgspec.structs.replace(open_card(card_blob("box")), models=(offering,))
+def card_with(*told: Compatibility, node: str = "box") -> Card:
+    models = [
+        ModelOffering(
+            model_id="m",
+            role="worker",
+            quantization="",
+            tokens_per_second=0.0,
+            fingerprint=compatibility.fingerprint(),
+            tenant=compatibility.tenant_namespace,
+            compatibility=asdict(compatibility),
+        )
+        for compatibility in told
+    ]
+    return msgspec.structs.replace(open_card(card_blob(node)), models=tuple(models))
+
+
+def made_up(number: int, tenant: str = "blue") -> Compatibility:
+    return replace(TUPLE, model_id=f"made up {number}", tenant_namespace=tenant)
 
 
 def test_who_is_admitted(tmp_path: Path) -> None:
@@ -145,6 +152,99 @@ def test_a_quota_is_for_all_namespaces_of_a_tenant(tmp_path: Path) -> None:
     assert access.quota_bytes(one.fingerprint(), usage) == GIB // 2 - 1000
     assert access.quota_bytes(blue.fingerprint(), usage) is None
     assert access.quota_bytes(one.fingerprint(), {two.fingerprint(): GIB}) == 0
+
+
+def test_no_card_takes_the_place_of_anothers(tmp_path: Path) -> None:
+    access = Access()
+    access.roster = roster(tmp_path)
+    access.learn(card_with(TUPLE, node="mac"))
+    for first in range(0, 3000, MODELS_MAX):
+        access.learn(card_with(*map(made_up, range(first, first + MODELS_MAX))))
+        assert len(access) <= 1 + MODELS_MAX
+    assert access.tenant_of(TUPLE.fingerprint()) == "red"
+    assert not access.hides("mac", TUPLE.fingerprint())
+    access.learn(card_with())
+    assert len(access) == 1
+
+
+def test_what_two_cards_tell_is_known_until_both_have_gone(tmp_path: Path) -> None:
+    access, fingerprint = Access(), TUPLE.fingerprint()
+    access.learn(card_with(TUPLE))
+    access.learn(card_with(TUPLE, node="mac"))
+    access.forget("box")
+    assert access.tenant_of(fingerprint) == "red"
+    access.forget("mac")
+    access.forget("mac")
+    assert access.tenant_of(fingerprint) is None
+    access.learn_tuple(asdict(TUPLE))
+    access.learn(card_with(TUPLE))
+    access.forget("box")
+    assert access.tenant_of(fingerprint) == "red", "the node's own is never forgotten"
+
+
+def test_a_namespace_with_content_stays_in_its_tenants_quota(tmp_path: Path) -> None:
+    """Also when the card that told it is followed by others that don't, or by none."""
+    access, usage = Access(), {TUPLE.fingerprint(): GIB // 2}
+    access.is_held = usage.__contains__
+    access.roster = roster(tmp_path)
+    access.learn(card_with(TUPLE))
+    second = replace(TUPLE, model_id="second")
+    access.learn(card_with(second))
+    assert access.quota_bytes(TUPLE.fingerprint(), usage) == GIB // 2
+    assert access.quota_bytes(second.fingerprint(), usage) == 0, "the first one still counts"
+    access.forget("box")
+    assert access.tenant_of(TUPLE.fingerprint()) == "red"
+    usage.clear()
+    access.learn(card_with(second))
+    access.forget("box")
+    assert len(access) == 0
+
+
+def test_with_a_roster_a_namespace_of_nobody_takes_no_room(tmp_path: Path) -> None:
+    access = Access()
+    assert access.quota_bytes(TUPLE.fingerprint(), {}) is None
+    access.roster = roster(tmp_path)
+    assert access.quota_bytes(TUPLE.fingerprint(), {}) == 0
+    access.learn(card_with(made_up(0)))
+    assert access.quota_bytes(made_up(0).fingerprint(), {}) is None, "its tenant has no bound"
+
+
+SPACES = [replace(TUPLE, model_id=str(number), tenant_namespace="red" if number % 2 else "blue") for number in range(6)]
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(
+                st.just("card"), st.sampled_from(["mac", "box"]), st.frozensets(st.sampled_from(range(6)), max_size=3)
+            ),
+            st.tuples(st.just("gone"), st.sampled_from(["mac", "box"]), st.just(frozenset[int]())),
+            st.tuples(st.just("stored"), st.just(""), st.frozensets(st.sampled_from(range(6)), max_size=4)),
+        ),
+        max_size=20,
+    )
+)
+def test_what_is_known_is_what_cards_tell_and_what_is_held(history: list[tuple[str, str, frozenset[int]]]) -> None:
+    """After every step, against a plain model: told now is known, for the tenant in its tuple; so is what was known when
+    the store took it and is held without a break since. What is neither is unknown after the next card or farewell."""
+    access, cards, held, kept = Access(), dict[str, frozenset[int]](), set[int](), set[int]()
+    access.is_held = lambda fingerprint: fingerprint in {SPACES[number].fingerprint() for number in held}
+    for what, node, numbers in history:
+        if what == "card":
+            access.learn(card_with(*(SPACES[number] for number in sorted(numbers)), node=node))
+            cards[node] = numbers
+        elif what == "gone":
+            access.forget(node)
+            cards.pop(node, None)
+        told = frozenset[int]().union(*cards.values())
+        if what == "stored":
+            # Nobody can store what is not known.
+            held = {number for number in numbers if number in told | kept}
+        kept = (kept | told) & held
+        for number in told | kept:
+            assert access.tenant_of(SPACES[number].fingerprint()) == SPACES[number].tenant_namespace
+        if what == "gone":
+            assert len(access) == len(told | kept)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kakeya_zmq.planner import EXPLORE_EVERY, MeasuredRates, PassedOver
 from kakeya_zmq.protocol.estimates import Estimates, LinkShare
 from kakeya_zmq.protocol.prepare_values import PreparationSettings, PreparationTask, WorkerView
-from kakeya_zmq.protocol.routes import HERE, Route, choose_route
+from kakeya_zmq.protocol.routes import HERE, Route, RouteChoice, choose_route
 from tests.unit.preparation_kit import FINGERPRINT, FULL, STATEFUL, WINDOWED, chain_of, facts_of, tokens_of
 from wire.ids import NodeId
 from wire.messages import PrefillPolicy, Requirement
@@ -23,8 +25,13 @@ def estimates(
     penalty_ms: float = 0.0,
     workers: tuple[WorkerView, ...] = (),
     policy: PrefillPolicy = PrefillPolicy.LOCAL_FALLBACK,
+    held: int = 0,
 ) -> Estimates:
-    """Costs for a prompt of which ``tokens`` have to be there; imports into the engine are as good as free."""
+    """Costs for a prompt of which ``tokens`` have to be there; imports into the engine are as good as free.
+
+    Args:
+        held: what the worker holds itself.
+    """
     history = tokens_of(tokens + 1)
     task = PreparationTask(
         session_id="s",
@@ -40,7 +47,7 @@ def estimates(
     rates = MeasuredRates()
     rates.local.assume(local)
     rates.imports.assume(1e12)
-    return Estimates(task, rates)
+    return Estimates(task, rates, {W: held})
 
 
 def link(megabytes: float, rate: float, round_trip_ms: float = 1.0, node_id: NodeId = A) -> LinkShare:
@@ -115,7 +122,7 @@ def test_measured_speed_of_a_worker_beats_what_its_card_says() -> None:
     )
     rates = MeasuredRates()
     rates.observe_worker(W, 256, 1000.0)
-    assert Estimates(task, rates).job_ms(worker(10_000.0), 0) == pytest.approx(4000.0, abs=1.0)
+    assert Estimates(task, rates, {}).job_ms(worker(10_000.0), 0) == pytest.approx(4000.0, abs=1.0)
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------
@@ -155,15 +162,27 @@ def test_the_cheapest_way_is_taken(
     assert decision.costs_ms[chosen] == pytest.approx(choice.chosen.cost_ms, abs=0.001)
 
 
-def test_a_partial_import_may_be_continued_by_a_worker() -> None:
-    quick = worker(8000.0)
-    model = estimates(workers=(quick,))
-    routes = [*model.imports(0, 768, [link(1.0, 100.0)], (quick,)), model.job(quick, 0, 0), model.here(0)]
-    choice = choose_route(routes, minimum_savings_ratio=0.1)
-    assert choice.chosen is not None
-    # 11 ms of import and 32 ms for 256 tokens, against 128 ms for all of them.
-    assert choice.chosen.name == "import from a then worker w"
-    assert choice.chosen.cost_ms == pytest.approx(11.0 + 32.0 + 1.0, abs=1.0)
+def test_a_partial_import_may_be_continued_by_a_worker_that_holds_the_beginning_itself() -> None:
+    quick = replace(worker(8000.0), megabytes_per_second=0.03)
+
+    def choose(held: int) -> RouteChoice:
+        model = estimates(workers=(quick,), held=held)
+        routes = [*model.imports(0, 768, [link(1.0, 100.0)], (quick,)), model.job(quick, 0, 0), model.here(0)]
+        return choose_route(routes, minimum_savings_ratio=0.1)
+
+    chosen = choose(768).chosen
+    assert chosen is not None
+    # 11 ms of import, and 32 ms for 256 tokens beside 27 ms for their KV; from the worker alone, 103 ms for all of it.
+    assert chosen.name == "import from a then worker w"
+    assert chosen.cost_ms == pytest.approx(11.0 + 32.0 + 26.6, abs=1.0)
+    # One that holds nothing computes all of the prompt, whatever it has to send.
+    names = {route.name: route.cost_ms for route in choose(0).routes}
+    assert names["import from a then worker w"] == pytest.approx(11.0 + 128.0 + 26.6 / 4, abs=1.5)
+
+
+def test_a_job_counts_the_tokens_that_the_worker_does_not_hold() -> None:
+    assert estimates(held=1000).job_ms(worker(1000.0), 512) == pytest.approx(24.0, abs=3.0)
+    assert estimates(held=0).job_ms(worker(1000.0), 512) == pytest.approx(1024.0, abs=3.0)
 
 
 def test_too_few_tokens_are_no_job() -> None:

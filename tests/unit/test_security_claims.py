@@ -8,13 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from kakeya_zmq.audit import ENTRIES_BURST, ENTRIES_PER_S, FILE_BYTES_MAX, KINDS, OLD_FILES, TOTAL_PER_S
+from kakeya_zmq.audit import (
+    ENTRIES_BURST,
+    ENTRIES_PER_S,
+    FILE_BYTES_MAX,
+    KINDS,
+    OLD_FILES,
+    REASON_BURST,
+    REASON_PER_S,
+    TOTAL_PER_S,
+)
 from kakeya_zmq.io.connections import UNPROVEN_MAX
+from kakeya_zmq.protocol.identities import ACCOUNT_MAX, NODES_MAX
+from kakeya_zmq.protocol.revocation import PER_ISSUER_MAX
 from kakeya_zmq.protocol.session_server import (
     HELLOS_BURST,
+    KEY_HELLOS_BURST,
+    KEY_HELLOS_PER_S,
     REGISTRATIONS_BURST,
     REGISTRATIONS_PER_S,
-    SESSIONS_PER_NODE_MAX,
+    SESSIONS_PER_KEY_MAX,
 )
 from wire import limits
 
@@ -54,12 +67,19 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert f"{UNPROVEN_MAX} are kept" in TEXTS["security.md"]
     assert f"longer than {limits.HANDSHAKE_INTERVAL_MS // 1000} s" in TEXTS["security.md"]
     assert f"{ENTRIES_BURST:.0f} entries are written at once" in TEXTS["privacy.md"]
-    assert (1 / ENTRIES_PER_S, TOTAL_PER_S, OLD_FILES, FILE_BYTES_MAX) == (5, 5, 3, 1 << 20)
+    assert f"of one kind and reason {REASON_BURST:.0f} and then one a second" in " ".join(TEXTS["privacy.md"].split())
+    assert (1 / ENTRIES_PER_S, REASON_PER_S, TOTAL_PER_S, OLD_FILES, FILE_BYTES_MAX) == (5, 1, 5, 3, 1 << 20)
     protocol = " ".join((ROOT / "docs" / "protocol.md").read_text("utf-8").split())
     rates = (
         f"({HELLOS_BURST:.0f}, then one a second)",
+        f"({KEY_HELLOS_BURST:.0f}, then {KEY_HELLOS_PER_S:.0f} a second)",
         f"({REGISTRATIONS_BURST:.0f}, then {REGISTRATIONS_PER_S:.0f} a second)",
     )
     assert all(rate in protocol for rate in rates)
-    assert f"{SESSIONS_PER_NODE_MAX} sessions of one node" in protocol
+    assert f"{SESSIONS_PER_KEY_MAX} sessions of one identity key" in protocol
+    assert f"more than {UNPROVEN_MAX} of them" in protocol
+    assert f"({NODES_MAX:,})" in protocol
+    assert f"at most {ACCOUNT_MAX} newcomers" in protocol
+    assert f"the {PER_ISSUER_MAX} earliest of its issuer" in protocol
+    assert f"{limits.REVOCATIONS_MAX:,} are kept" in protocol
     assert f"{limits.SESSIONS_MAX:,} altogether" in protocol

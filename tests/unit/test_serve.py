@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kakeya_zmq.blocks import ROOT_HASH, Part
 from kakeya_zmq.protocol.effects import (
@@ -33,7 +34,7 @@ from kakeya_zmq.protocol.effects import (
     UpdateArrived,
 )
 from kakeya_zmq.protocol.serve import NO_LEASE, CacheService
-from kakeya_zmq.store import BlockStore
+from kakeya_zmq.store import LEASES_MAX, NAMESPACES_PER_PUBLISHER_MAX, BlockStore
 from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
 from wire import limits
 from wire.codec import pack_bitmap, pack_hashes
@@ -78,8 +79,8 @@ BOTH = (CipherSuite.SECRETBOX, CipherSuite.AES_256_GCM)
 class Peer:
     """A service with a store, and short ways to ask it."""
 
-    def __init__(self, max_bytes: int = 1000, **options: object) -> None:
-        self.store = BlockStore(max_bytes, random_bytes=CountingBytes())
+    def __init__(self, max_bytes: int = 1000, *, quotas: Mapping[bytes, int] | None = None, **options: object) -> None:
+        self.store = BlockStore(max_bytes, random_bytes=CountingBytes(), quota_bytes=(quotas or {}).get)
         lanes = (LaneId(number) for number in itertools.count(1))
         defaults: dict[str, object] = {"has_aes": True, "fetch_idle_s": 10.0}
         self.service = CacheService(self.store, lanes=lanes.__next__, **(defaults | options))  # type: ignore[arg-type]
@@ -107,7 +108,7 @@ class Peer:
         return reply
 
     def start_fetch(self, parts: Sequence[Part], *, node: str = "asker") -> tuple[RequestKey, LaneId]:
-        info = self.store.lease([part.meta.ref for part in parts], self.now, 1000)
+        info = self.store.lease([part.meta.ref for part in parts], self.now, 1000, fingerprint=FINGERPRINT, owner=node)
         key, effects = self.ask(fetch(info.lease_id, parts), node=node)
         return key, only(effects, BindSender).lane
 
@@ -277,7 +278,7 @@ def test_a_fetch_from_grant_to_result() -> None:
     peer = Peer()
     parts = make_parts(make_chain(32))
     peer.hold(parts)
-    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000)
+    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
     key, effects = peer.ask(fetch(info.lease_id, parts))
     bind = only(effects, BindSender)
     assert (bind.suite, bind.chunk_bytes, bind.credit_bytes) == (CipherSuite.AES_256_GCM, limits.CHUNK_BYTES_DEFAULT, 100)
@@ -314,7 +315,7 @@ def test_the_suite_is_one_that_both_can_do(
     peer = Peer(has_aes=has_aes)
     parts = make_parts(make_chain(16))
     peer.hold(parts)
-    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000)
+    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
     _, effects = peer.ask(fetch(info.lease_id, parts, offered))
     if chosen is None:
         assert failure_code(effects) is FailureCode.INVALID_ARGUMENT
@@ -327,7 +328,7 @@ def test_fetches_without_a_right_to_the_parts_are_refused() -> None:
     parts = make_parts(make_chain(32))
     peer.hold(parts)
     assert failure_code(peer.ask(fetch(LeaseId(bytes(16)), parts))[1]) is FailureCode.NOT_FOUND
-    info = peer.store.lease([parts[0].meta.ref], 0.0, 1000)
+    info = peer.store.lease([parts[0].meta.ref], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
     assert failure_code(peer.ask(fetch(info.lease_id, parts))[1]) is FailureCode.FAILED_PRECONDITION
     assert failure_code(peer.ask(fetch(info.lease_id, [parts[0], parts[0]]))[1]) is FailureCode.INVALID_ARGUMENT
     peer.now = 1.0
@@ -358,7 +359,7 @@ def test_a_lease_released_in_the_middle_does_not_end_the_fetch() -> None:
     peer = Peer(fetch_idle_s=1000.0)
     parts = make_parts(make_chain(16))
     peer.hold(parts)
-    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000)
+    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
     key, effects = peer.ask(fetch(info.lease_id, parts))
     peer.ask(ReleaseLease(lease_id=info.lease_id))
     peer.store.clear()
@@ -438,7 +439,7 @@ def test_lanes_are_bounded_in_all_and_for_one_peer() -> None:
     parts = make_parts(make_chain(16))
     peer.hold(parts)
     lanes = [peer.start_fetch(parts, node="a")[1] for _ in range(2)]
-    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000)
+    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
     assert failure_code(peer.ask(fetch(info.lease_id, parts), node="a")[1]) is FailureCode.RESOURCE_EXHAUSTED
     peer.start_fetch(parts, node="b")
     assert failure_code(peer.ask(fetch(info.lease_id, parts), node="c")[1]) is FailureCode.RESOURCE_EXHAUSTED
@@ -469,7 +470,7 @@ def test_a_publish_from_offer_to_result() -> None:
     assert only(effects, SendReply) == SendReply(
         key, PublishResult(stored_parts=3, already_held_parts=2, refused_parts=0, reason="")
     )
-    assert all(peer.store.get(part.meta.ref) == part for part in parts)
+    assert all(peer.store.get(part.meta.ref, fingerprint=FINGERPRINT) == part for part in parts)
     assert peer.store.stats().leases == 0
     assert not peer.service.owns_request(key)
     assert peer.on(RequestCancelled(key, "late")) == []
@@ -494,7 +495,7 @@ def test_the_longest_prefix_that_fits_is_taken() -> None:
     key, effects = peer.ask(offer(list(reversed(parts))))
     bind = only(effects, BindReceiver)
     assert {meta.ref for meta in bind.expected} == {part.meta.ref for part in parts[2:4]}
-    assert all(peer.store.has(part.meta.ref) for part in parts[:2]), "the prefix they hang on stays"
+    assert all(peer.store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in parts[:2]), "the prefix they hang on stays"
     assert counts(effects) == {"cache_publishes": 1, "cache_refused_parts": 2}
     peer.on(LaneOpened(bind.lane, GRANT))
     reply = only(peer.on(PartsReceived(bind.lane, parts[2:4])), SendReply)
@@ -521,9 +522,9 @@ def test_an_offer_that_contains_a_tail_replaces_it_here_too() -> None:
     _, effects = peer.ask(offered)
     lane = only(effects, BindReceiver).lane
     peer.on(LaneOpened(lane, GRANT))
-    assert peer.store.has(tail.meta.ref), "not before its rows are there"
+    assert peer.store.has(tail.meta.ref, fingerprint=FINGERPRINT), "not before its rows are there"
     peer.on(PartsReceived(lane, blocks[1:]))
-    assert not peer.store.has(tail.meta.ref)
+    assert not peer.store.has(tail.meta.ref, fingerprint=FINGERPRINT)
     reply = peer.lookup([blocks[0].meta.block_hash])
     assert (reply.tails, reply.cuts) == ((), (cut,))
     _, effects = peer.ask(fetch(LeaseId(reply.lease_id), [blocks[0], blocks[1]]))
@@ -541,12 +542,13 @@ def test_an_offer_that_is_never_sent_evicts_nothing_and_is_not_promised_twice() 
     honest = make_parts(make_chain(96, seed=9))
     peer.hold(honest)
     key, lane = peer.start_publish(make_parts(make_chain(64, seed=1)))
-    assert all(peer.store.has(part.meta.ref) for part in honest), "nothing has come yet"
+    assert all(peer.store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in honest), "nothing has come yet"
     assert peer.store.stats().bytes_reserved == 0
     _, effects = peer.ask(offer(make_parts(make_chain(64, seed=2))), node="other")
     assert len(only(effects, BindReceiver).expected) == 2, "the first offer counts on 40 of 60 bytes"
     peer.on(PartsReceived(lane, make_parts(make_chain(64, seed=1))[:1]))
-    assert sum(peer.store.has(part.meta.ref) for part in honest) == 5, "what has come makes its own room"
+    has = peer.store.presence(FINGERPRINT)
+    assert sum(has(part.meta.ref) for part in honest) == 5, "what has come makes its own room"
     peer.on(RequestCancelled(key, "gone"))
     _, effects = peer.ask(offer(make_parts(make_chain(64, seed=3))), node="third")
     assert len(only(effects, BindReceiver).expected) == 4
@@ -556,7 +558,7 @@ def test_an_offer_for_which_there_is_no_room_is_answered_at_once() -> None:
     peer = Peer(max_bytes=10)
     held = make_parts(make_chain(16, seed=1))
     peer.hold(held)
-    peer.store.pin(held[0].meta.ref)
+    peer.store.pin(held[0].meta.ref, fingerprint=FINGERPRINT)
     _, effects = peer.ask(offer(make_parts(make_chain(32))))
     result = only(effects, SendReply).body
     assert isinstance(result, PublishResult)
@@ -573,7 +575,7 @@ def test_a_publish_whose_lane_breaks_keeps_what_arrived() -> None:
     assert only(effects, SendReply) == SendReply(
         key, PublishResult(stored_parts=1, already_held_parts=0, refused_parts=2, reason="the sender went silent")
     )
-    assert peer.store.has(parts[0].meta.ref)
+    assert peer.store.has(parts[0].meta.ref, fingerprint=FINGERPRINT)
     peer.assert_clean()
 
 
@@ -595,7 +597,7 @@ def test_a_cancelled_publish_gives_its_room_back_at_once() -> None:
     peer.on(RequestCancelled(key, "gone"))
     assert (peer.store.stats().bytes_reserved, peer.store.stats().leases) == (0, 0)
     assert peer.on(PartsReceived(lane, parts[1:])) == []
-    assert not peer.store.has(parts[1].meta.ref)
+    assert not peer.store.has(parts[1].meta.ref, fingerprint=FINGERPRINT)
     peer.on(LaneFinished(lane, False, "", 0))
     peer.assert_clean()
 
@@ -687,7 +689,77 @@ def test_a_repeated_request_is_not_answered_twice() -> None:
 
 def test_refs_of_unheld_parts_are_not_found() -> None:
     peer = Peer()
-    assert not peer.store.has(PartRef(block_hash=bytes(32), kind=PartKind.FULL))
+    assert not peer.store.has(PartRef(block_hash=bytes(32), kind=PartKind.FULL), fingerprint=FINGERPRINT)
     assert peer.on(LaneFinished(LaneId(99), True, "", 0)) == []
     assert peer.on(RequestCancelled(RequestKey((bytes(16), 9)), "unknown")) == []
     assert peer.on(UpdateArrived(RequestKey((bytes(16), 9)), Credit(credit_bytes=1))) == []
+
+
+# --- tenants ---------------------------------------------------------------------------------------------------------
+
+OTHER = b"o" * 32
+
+
+def test_what_another_namespace_holds_changes_nothing_of_an_offer() -> None:
+    peer, parts = Peer(), make_parts(make_chain(48))
+    peer.hold(parts)
+    _, effects = peer.ask(replace(offer(parts), fingerprint=OTHER))
+    assert only(effects, BindReceiver).expected == tuple(part.meta for part in parts)
+
+
+def test_an_offer_under_way_takes_nothing_of_another_namespaces_quota() -> None:
+    peer = Peer(quotas={FINGERPRINT: 40, OTHER: 40})
+    first, second = make_parts(make_chain(64)), make_parts(make_chain(64, seed=1))
+    assert len(only(peer.ask(offer(first))[1], BindReceiver).expected) == 4
+    _, effects = peer.ask(replace(offer(second), fingerprint=OTHER), node="other")
+    assert len(only(effects, BindReceiver).expected) == 4
+    assert not [effect for effect in peer.ask(offer(second))[1] if isinstance(effect, BindReceiver)], (
+        "this quota is promised"
+    )
+
+
+def test_a_lease_is_unknown_to_whom_it_was_not_given() -> None:
+    hidden: set[bytes] = set()
+    peer = Peer(hides=lambda node, fingerprint: fingerprint in hidden)
+    parts = make_parts(make_chain(32))
+    peer.hold(parts)
+    lease_id = LeaseId(peer.lookup([part.meta.block_hash for part in parts]).lease_id)
+
+    def refusal(node: str, lease: LeaseId) -> tuple[FailureCode, str]:
+        failure = only(peer.ask(fetch(lease, parts), node=node)[1], SendFailure)
+        return failure.code, failure.message
+
+    assert refusal("thief", lease_id) == refusal("thief", LeaseId(b"z" * 16))
+    assert only(peer.ask(ReleaseLease(lease_id=lease_id), node="thief")[1], SendReply).body == Done()
+    assert peer.store.stats().leases == 1
+    hidden.add(FINGERPRINT)
+    assert refusal("asker", lease_id) == refusal("thief", LeaseId(b"z" * 16)), "its tenant was taken from it meanwhile"
+    hidden.clear()
+    assert only(peer.ask(fetch(lease_id, parts))[1], BindSender)
+    peer.ask(ReleaseLease(lease_id=lease_id))
+    assert peer.store.stats().leases == 0
+
+
+def test_one_node_cannot_take_all_leases() -> None:
+    peer = Peer()
+    parts = make_parts(make_chain(16))
+    peer.hold(parts)
+    hashes = [parts[0].meta.block_hash]
+    for _ in range(LEASES_MAX + 1):
+        last = peer.lookup(hashes, lease_ms=60_000)
+    assert last.lease_id == NO_LEASE
+    body = Lookup(fingerprint=FINGERPRINT, requirement=FULL, block_hashes=pack_hashes(hashes), lease_ms=1000)
+    reply = only(peer.ask(body, node="other")[1], SendReply).body
+    assert isinstance(reply, LookupReply)
+    assert reply.lease_id != NO_LEASE
+
+
+def test_a_namespace_too_many_of_one_node_is_refused_before_anything_is_sent() -> None:
+    peer = Peer(max_bytes=10_000)
+    (part,) = make_parts(make_chain(16))
+    for number in range(NAMESPACES_PER_PUBLISHER_MAX):
+        peer.store.put(part, fingerprint=number.to_bytes(32, "big"), now=0.0, publisher="asker")
+    result = only(peer.ask(offer([part]))[1], SendReply).body
+    assert isinstance(result, PublishResult)
+    assert result.refused_parts == 1
+    assert only(peer.ask(offer([part]), node="other")[1], BindReceiver)

@@ -23,8 +23,9 @@ from kakeya_zmq.protocol.session import (
 )
 from kakeya_zmq.protocol.session_server import (
     HELLOS_BURST,
+    KEY_HELLOS_BURST,
     REGISTRATIONS_BURST,
-    SESSIONS_PER_NODE_MAX,
+    SESSIONS_PER_KEY_MAX,
 )
 from tests.unit.test_session import CLIENT_NODE, FLEET, SERVER_NODE, Pair, make_client, make_server, of, seeded
 from wire import handshake
@@ -70,7 +71,7 @@ def test_a_node_has_so_many_sessions_and_the_oldest_goes() -> None:
     server = make_server()
     first = Pair(server=server, route=b"first").up()
     ended: list[PeerDown] = []
-    for number in range(SESSIONS_PER_NODE_MAX):
+    for number in range(SESSIONS_PER_KEY_MAX):
         ended += of(PeerDown, server.on(RouterFrames(b"%d" % number, hello_of(CLIENT_NODE)), 100.0))
     assert [down.peer for down in ended] == [PeerDown(ended[0].peer, "").peer]
     assert ended[0].reason == "the node has too many sessions"
@@ -78,7 +79,30 @@ def test_a_node_has_so_many_sessions_and_the_oldest_goes() -> None:
     assert first.client.state is not None
 
 
-def test_new_names_come_in_at_a_bounded_rate_and_known_ones_always() -> None:
+def test_a_key_has_so_many_sessions_under_all_its_names_together() -> None:
+    server = make_server()
+    ended: list[PeerDown] = []
+    for number in range(SESSIONS_PER_KEY_MAX + 3):
+        alias = LocalNode(f"alias-{number}", CLIENT_NODE.identity, ("worker",), 1, "")
+        effects = server.on(RouterFrames(b"%d" % number, hello_of(alias)), 0.0)
+        assert of(RouteTransmit, effects)
+        ended += of(PeerDown, effects)
+    assert len(server._sessions) == SESSIONS_PER_KEY_MAX
+    assert ended == [], "none was proven"
+    assert server.peer_on(b"0") is None
+
+
+def test_hellos_of_one_key_are_limited_over_all_connections() -> None:
+    server = make_server()
+    taken = [welcomed(server, b"%d" % number, CLIENT_NODE, 0.0) for number in range(int(KEY_HELLOS_BURST) + 10)]
+    assert taken == [True] * int(KEY_HELLOS_BURST) + [False] * 10
+    assert server.refusals == {"a node says hello too often": 10}
+    assert welcomed(server, b"other", named("other"), 0.0)
+    assert welcomed(server, b"r", CLIENT_NODE, 1.0)
+
+
+def test_new_names_come_in_at_a_bounded_rate_and_known_ones_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kakeya_zmq.protocol.identities.ACCOUNT_MAX", 10_000)
     known = named("known")
     book = IdentityBook(("server", SERVER_NODE.identity.public_key), {"known": known.identity.public_key})
     server = ServerSessions(local=SERVER_NODE, fleet_key=FLEET, random_bytes=NOISE, sessions_max=10_000, identities=book)
@@ -104,7 +128,7 @@ def test_a_request_over_a_limit_fails_with_a_hint_and_is_told_to_the_host() -> N
     assert [each.request_id for each in failed] == numbers[2:]
     assert {each.code for each in failed} == {FailureCode.RESOURCE_EXHAUSTED}
     assert all("try again in 1000 ms" in each.message for each in failed)
-    assert of(Refused, pair.told_server) == [Refused("a peer makes too many requests")] * 3
+    assert of(Refused, pair.told_server) == [Refused("a peer makes too many requests", CLIENT_NODE.node_id)] * 3
     assert len(of(RequestOpened, pair.told_server)) == 2
     assert limiter.open_bytes > 0
 

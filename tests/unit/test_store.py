@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from kakeya_zmq.blocks import ROOT_HASH, Chain, Part
-from kakeya_zmq.store import LEASES_MAX, NAMESPACES_MAX, BlockStore, LeaseError, PutOutcome
+from kakeya_zmq.store import (
+    LEASES_MAX,
+    LEASES_PER_OWNER_MAX,
+    NAMESPACES_MAX,
+    NAMESPACES_PER_PUBLISHER_MAX,
+    BlockStore,
+    LeaseError,
+    PutOutcome,
+)
 from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
 from wire import limits
 from wire.errors import CapacityError, FailureCode, InvalidInput
@@ -31,20 +39,22 @@ def refs_of(parts: Sequence[Part]) -> tuple[PartRef, ...]:
     return tuple(part.meta.ref for part in parts)
 
 
-def held_of(store: BlockStore, parts: Sequence[Part]) -> list[bool]:
-    return [store.has(part.meta.ref) for part in parts]
+def held_of(store: BlockStore, parts: Sequence[Part], fingerprint: bytes = FINGERPRINT) -> list[bool]:
+    held = [store.has(part.meta.ref, fingerprint=fingerprint) for part in parts]
+    assert held == list(map(store.presence(fingerprint), refs_of(parts)))
+    return held
 
 
 def test_what_was_put_comes_back_unchanged() -> None:
     store = make_store()
     parts = make_parts(make_chain(40), kinds=(PartKind.FULL, PartKind.WINDOW))
     put_all(store, parts)
-    assert [store.get(part.meta.ref) for part in parts] == list(parts)
+    assert [store.get(part.meta.ref, fingerprint=FINGERPRINT) for part in parts] == list(parts)
     stats = store.stats()
     assert (stats.bytes_used, stats.entry_count, stats.block_count) == (60, 6, 3)
     assert store.usage_by_fingerprint() == {FINGERPRINT: 60}
-    assert store.get(PartRef(block_hash=bytes(32), kind=PartKind.FULL)) is None
-    assert store.length_bytes(parts[0].meta.ref) == 10
+    assert store.get(PartRef(block_hash=bytes(32), kind=PartKind.FULL), fingerprint=FINGERPRINT) is None
+    assert store.length_bytes(parts[0].meta.ref, fingerprint=FINGERPRINT) == 10
 
 
 def test_the_first_of_two_contents_wins_and_the_second_is_counted() -> None:
@@ -56,7 +66,7 @@ def test_the_first_of_two_contents_wins_and_the_second_is_counted() -> None:
     other = Part(msgspec.structs.replace(part.meta, digest=bytes(32)), memoryview(b"0123456789"))
     assert store.put(other, fingerprint=FINGERPRINT, now=0.0) is PutOutcome.ALREADY_HELD
     assert store.stats().collisions_same_hash == 1
-    assert store.get(part.meta.ref) == part
+    assert store.get(part.meta.ref, fingerprint=FINGERPRINT) == part
 
 
 def test_a_view_into_a_larger_buffer_is_copied_and_a_whole_buffer_is_not() -> None:
@@ -66,7 +76,7 @@ def test_a_view_into_a_larger_buffer_is_copied_and_a_whole_buffer_is_not() -> No
     own = np.frombuffer(bytes(10), np.uint8).copy()
     put_all(store, [replace(whole, payload=memoryview(own)), replace(sliced, payload=memoryview(arena)[5:15])])
     own[0], arena[5] = 1, 1
-    first, second = store.get(whole.meta.ref), store.get(sliced.meta.ref)
+    first, second = store.get(whole.meta.ref, fingerprint=FINGERPRINT), store.get(sliced.meta.ref, fingerprint=FINGERPRINT)
     assert first is not None
     assert second is not None
     assert first.payload[0] == 1
@@ -95,13 +105,11 @@ def test_descriptions_that_cannot_be_true_are_refused(change: dict[str, object])
     assert store.stats().entry_count == 2
 
 
-def test_a_block_belongs_to_one_namespace_and_one_place() -> None:
+def test_a_block_has_one_place_in_its_namespace() -> None:
     store = make_store()
     chain = make_chain(32)
     full, window = make_parts(chain)[1], make_parts(chain, kinds=(PartKind.WINDOW,))[1]
     put_all(store, [full])
-    with pytest.raises(InvalidInput):
-        store.put(window, fingerprint=bytes(32), now=0.0)
     moved = Part(msgspec.structs.replace(window.meta, token_count=8), window.payload)
     with pytest.raises(InvalidInput):
         store.put(moved, fingerprint=FINGERPRINT, now=0.0)
@@ -118,7 +126,7 @@ def test_the_deepest_blocks_of_the_oldest_chain_go_first() -> None:
     put_all(store, make_parts(make_chain(16, seed=3)))
     assert held_of(store, old) == [True, True, False]
     assert all(held_of(store, new))
-    store.touch(refs_of(old), 0.0)
+    store.touch(refs_of(old), 0.0, fingerprint=FINGERPRINT)
     put_all(store, make_parts(make_chain(16, seed=4)))
     assert held_of(store, old) == [True, True, False]
     assert held_of(store, new) == [True, True, False]
@@ -141,8 +149,8 @@ def test_a_parent_is_as_recent_as_the_child_it_lost() -> None:
     store = make_store(30)
     chain, other = make_parts(make_chain(32, seed=1)), make_parts(make_chain(16, seed=2))
     put_all(store, [*chain, *other])
-    lease = store.lease(refs_of(other), 0.0, 1000)
-    store.touch([chain[1].meta.ref], 0.0)
+    lease = store.lease(refs_of(other), 0.0, 1000, fingerprint=FINGERPRINT)
+    store.touch([chain[1].meta.ref], 0.0, fingerprint=FINGERPRINT)
     third, fourth = make_parts(make_chain(16, seed=3)), make_parts(make_chain(16, seed=4))
     put_all(store, third)
     assert held_of(store, [*chain, *other]) == [True, False, True]
@@ -156,7 +164,7 @@ def test_interior_windows_go_before_the_leaf_of_their_chain_but_sinks_stay() -> 
     kinds = (PartKind.FULL, PartKind.WINDOW)
     parts = make_parts(make_chain(64), kinds=kinds)
     put_all(store, parts)
-    store.touch(refs_of(parts), 0.0)
+    store.touch(refs_of(parts), 0.0, fingerprint=FINGERPRINT)
     put_all(store, make_parts(make_chain(32, seed=1)))
     windows = [part for part in parts if part.meta.kind is PartKind.WINDOW]
     assert held_of(store, windows) == [True, False, False, True]
@@ -179,20 +187,20 @@ def test_another_part_of_a_block_does_not_push_the_block_out() -> None:
     put_all(store, [full])
     with pytest.raises(CapacityError):
         store.put(window, fingerprint=FINGERPRINT, now=0.0)
-    assert store.has(full.meta.ref)
+    assert store.has(full.meta.ref, fingerprint=FINGERPRINT)
     put_all(store, make_parts(make_chain(16, seed=5)))
-    assert not store.has(full.meta.ref), "a failed put leaves no lock behind"
+    assert not store.has(full.meta.ref, fingerprint=FINGERPRINT), "a failed put leaves no lock behind"
 
 
 def test_parts_under_leased_descendants_can_still_go() -> None:
     store = make_store(30)
     parts = make_parts(make_chain(48))
     put_all(store, parts)
-    store.lease([parts[2].meta.ref], 0.0, 1000)
+    store.lease([parts[2].meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
     put_all(store, make_parts(make_chain(32, seed=1)))
     assert held_of(store, parts) == [False, False, True]
     store.expire(1.0)
-    store.touch([parts[2].meta.ref], 1.0)
+    store.touch([parts[2].meta.ref], 1.0, fingerprint=FINGERPRINT)
     put_all(store, parts[:2])
     assert held_of(store, parts) == [True, True, True], "the orphan found its parent again"
 
@@ -212,7 +220,7 @@ def test_leased_parts_stay_until_the_lease_ends() -> None:
     store = make_store(20)
     parts = make_parts(make_chain(32))
     put_all(store, parts)
-    info = store.lease([*refs_of(parts), parts[0].meta.ref], 10.0, 2000)
+    info = store.lease([*refs_of(parts), parts[0].meta.ref], 10.0, 2000, fingerprint=FINGERPRINT)
     assert info.refs == refs_of(parts)
     assert info.expires_at == store.next_expiry() == 12.0
     other = make_parts(make_chain(16, seed=1))[0]
@@ -231,8 +239,8 @@ def test_release_is_idempotent_and_two_leases_hold_independently() -> None:
     store = make_store(10)
     (part,) = make_parts(make_chain(16))
     put_all(store, [part])
-    first = store.lease([part.meta.ref], 0.0, 1000)
-    second = store.lease([part.meta.ref], 0.0, 1000)
+    first = store.lease([part.meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
+    second = store.lease([part.meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
     assert second.generation > first.generation
     assert store.release(first.lease_id)
     assert not store.release(first.lease_id)
@@ -246,7 +254,7 @@ def test_renewal_moves_the_end_and_checks_the_generation() -> None:
     store = make_store()
     (part,) = make_parts(make_chain(16))
     put_all(store, [part])
-    info = store.lease([part.meta.ref], 0.0, 1000)
+    info = store.lease([part.meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
     assert store.renew(info.lease_id, 0.5, 1000, generation=info.generation).expires_at == 1.5
     assert store.renew(info.lease_id, 0.5, 0).expires_at == 1.5, "a renewal never shortens"
     with pytest.raises(LeaseError):
@@ -264,27 +272,50 @@ def test_a_lease_covers_only_its_own_parts() -> None:
     store = make_store()
     parts = make_parts(make_chain(32))
     put_all(store, parts)
-    info = store.lease([parts[0].meta.ref], 0.0, 1000)
+    info = store.lease([parts[0].meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
     with pytest.raises(LeaseError) as caught:
         store.leased_parts(info.lease_id, refs_of(parts), 0.0)
     assert caught.value.code is FailureCode.FAILED_PRECONDITION
     with pytest.raises(LeaseError):
         store.leased_parts(LeaseId(bytes(16)), refs_of(parts), 0.0)
     with pytest.raises(LeaseError):
-        store.lease([PartRef(block_hash=bytes(32), kind=PartKind.FULL)], 0.0, 1000)
+        store.lease([PartRef(block_hash=bytes(32), kind=PartKind.FULL)], 0.0, 1000, fingerprint=FINGERPRINT)
 
 
 def test_leases_are_bounded_and_their_bookkeeping_does_not_grow() -> None:
     store = make_store()
     (part,) = make_parts(make_chain(16))
     put_all(store, [part])
-    ids = [store.lease([part.meta.ref], 0.0, 1000).lease_id for _ in range(LEASES_MAX)]
+    ids = [store.lease([part.meta.ref], 0.0, 1000, fingerprint=FINGERPRINT).lease_id for _ in range(LEASES_MAX)]
     with pytest.raises(CapacityError):
-        store.lease([part.meta.ref], 0.5, 1000)
+        store.lease([part.meta.ref], 0.5, 1000, fingerprint=FINGERPRINT)
     for lease_id in ids:
         store.release(lease_id)
     assert store.next_expiry() is None
     assert store.stats().bytes_locked == 0
+
+
+def test_one_node_has_a_share_of_the_leases() -> None:
+    store = make_store()
+    (part,) = make_parts(make_chain(16))
+    put_all(store, [part])
+
+    def lease(owner: str, lease_ms: int = 1000) -> LeaseId:
+        return store.lease([part.meta.ref], 0.0, lease_ms, fingerprint=FINGERPRINT, owner=owner).lease_id
+
+    ids = [lease("greedy") for _ in range(LEASES_PER_OWNER_MAX)]
+    with pytest.raises(CapacityError):
+        lease("greedy")
+    store.release(lease("other"))
+    assert lease("") is not None
+    store.release(ids.pop())
+    ids.append(lease("greedy", 500))
+    assert store.renew(ids[-1], 0.0, 2000).owner == "greedy"
+    store.expire(1.0)
+    assert store.stats().leases == 1
+    assert lease("greedy") is not None
+    store.clear()
+    assert store._leases._owners == {}
 
 
 # --- reservations, size, pins, quotas -------------------------------------------------------------------------------
@@ -324,7 +355,7 @@ def test_resize_evicts_but_not_what_is_held_fast() -> None:
     store = make_store(100)
     parts = make_parts(make_chain(64))
     put_all(store, parts)
-    info = store.lease(refs_of(parts[:2]), 0.0, 1000)
+    info = store.lease(refs_of(parts[:2]), 0.0, 1000, fingerprint=FINGERPRINT)
     store.reserve(b"r", 5, 0.0)
     assert not store.resize(10, 0.0)
     assert store.max_bytes == 25
@@ -343,16 +374,16 @@ def test_resize_evicts_but_not_what_is_held_fast() -> None:
 def test_pins_hold_until_unpinned() -> None:
     store = make_store(10)
     (part,) = make_parts(make_chain(16))
-    assert not store.pin(part.meta.ref)
+    assert not store.pin(part.meta.ref, fingerprint=FINGERPRINT)
     put_all(store, [part])
-    assert store.pin(part.meta.ref)
-    assert store.pin(part.meta.ref)
+    assert store.pin(part.meta.ref, fingerprint=FINGERPRINT)
+    assert store.pin(part.meta.ref, fingerprint=FINGERPRINT)
     with pytest.raises(CapacityError):
         put_all(store, make_parts(make_chain(16, seed=1)))
-    store.unpin(part.meta.ref)
-    store.unpin(part.meta.ref)
+    store.unpin(part.meta.ref, fingerprint=FINGERPRINT)
+    store.unpin(part.meta.ref, fingerprint=FINGERPRINT)
     put_all(store, make_parts(make_chain(16, seed=1)))
-    assert not store.has(part.meta.ref)
+    assert not store.has(part.meta.ref, fingerprint=FINGERPRINT)
 
 
 def test_a_quota_evicts_within_its_namespace_only() -> None:
@@ -361,11 +392,21 @@ def test_a_quota_evicts_within_its_namespace_only() -> None:
     put_all(store, other, fingerprint=b"o" * 32)
     old, new = make_parts(make_chain(32, seed=1)), make_parts(make_chain(16, seed=2))
     put_all(store, [*old, *new])
-    assert held_of(store, [*old, *new, *other]) == [True, False, True, True]
+    assert held_of(store, [*old, *new]) == [True, False, True]
+    assert held_of(store, other, b"o" * 32) == [True]
     assert store.room_bytes(FINGERPRINT) == 20
-    store.lease(refs_of([old[0], *new]), 0.0, 1000)
+    store.lease(refs_of([old[0], *new]), 0.0, 1000, fingerprint=FINGERPRINT)
     with pytest.raises(CapacityError):
         put_all(store, make_parts(make_chain(16, seed=3)))
+
+
+def test_what_is_larger_than_the_quota_evicts_nothing() -> None:
+    store = BlockStore(100, random_bytes=CountingBytes(), quota_bytes={FINGERPRINT: 20}.get)
+    parts = make_parts(make_chain(32))
+    put_all(store, parts)
+    with pytest.raises(CapacityError):
+        put_all(store, make_parts(make_chain(16, seed=3), length_bytes=21))
+    assert held_of(store, parts) == [True, True]
 
 
 def test_namespaces_are_bounded_and_empty_ones_are_forgotten() -> None:
@@ -375,8 +416,70 @@ def test_namespaces_are_bounded_and_empty_ones_are_forgotten() -> None:
     extra = make_parts(make_chain(16, seed=5000))
     with pytest.raises(CapacityError):
         put_all(store, extra, fingerprint=b"x" * 32)
-    store.invalidate(make_parts(make_chain(16, seed=0))[0].meta.ref)
+    assert store.room_bytes(b"x" * 32) == 0
+    store.invalidate(make_parts(make_chain(16, seed=0))[0].meta.ref, fingerprint=bytes(32))
     put_all(store, extra, fingerprint=b"x" * 32)
+
+
+def test_one_node_brings_in_a_share_of_the_namespaces() -> None:
+    store = make_store(10 * NAMESPACES_MAX)
+    (part,) = make_parts(make_chain(16))
+
+    def put(number: int, publisher: str) -> PutOutcome:
+        return store.put(part, fingerprint=number.to_bytes(32, "big"), now=0.0, publisher=publisher)
+
+    for number in range(NAMESPACES_PER_PUBLISHER_MAX):
+        put(number, "greedy")
+    next_one = NAMESPACES_PER_PUBLISHER_MAX
+    with pytest.raises(CapacityError):
+        put(next_one, "greedy")
+    assert store.room_bytes(next_one.to_bytes(32, "big"), publisher="greedy") == 0
+    assert store.room_bytes(next_one.to_bytes(32, "big"), publisher="other") > 0
+    assert put(0, "greedy") is PutOutcome.ALREADY_HELD
+    assert put(next_one, "other") is PutOutcome.STORED
+    store.invalidate(part.meta.ref, fingerprint=bytes(32))
+    assert put(next_one + 1, "greedy") is PutOutcome.STORED
+
+
+# --- namespaces ------------------------------------------------------------------------------------------------------
+
+OTHER = b"o" * 32
+
+
+def test_equal_hashes_in_two_namespaces_are_two_blocks() -> None:
+    store = make_store()
+    parts = make_parts(make_chain(40), kinds=(PartKind.FULL, PartKind.WINDOW))
+    garbage = [
+        Part(msgspec.structs.replace(part.meta, digest=bytes(32), token_count=part.meta.token_count - 1), part.payload)
+        for part in parts[:2]
+    ]
+    put_all(store, garbage, fingerprint=OTHER)
+    assert not any(held_of(store, parts))
+    assert not any(store.contradicts(part.meta, fingerprint=FINGERPRINT) for part in parts)
+    put_all(store, parts)
+    assert [store.get(ref, fingerprint=FINGERPRINT) for ref in refs_of(parts)] == list(parts)
+    assert [store.get(ref, fingerprint=OTHER) for ref in refs_of(garbage)] == garbage
+    assert store.usage_by_fingerprint() == {OTHER: 20, FINGERPRINT: 60}
+    assert store.stats().block_count == 4
+    with pytest.raises(LeaseError):
+        store.lease(refs_of(parts[2:]), 0.0, 1000, fingerprint=OTHER)
+    assert not store.pin(parts[2].meta.ref, fingerprint=OTHER)
+    assert not store.invalidate(parts[2].meta.ref, fingerprint=OTHER)
+    lease = store.lease(refs_of(garbage), 0.0, 1000, fingerprint=OTHER)
+    assert (lease.fingerprint, store.stats().bytes_locked) == (OTHER, 20)
+    assert store.leased_parts(lease.lease_id, refs_of(garbage), 0.0) == tuple(garbage)
+    store.invalidate(parts[0].meta.ref, fingerprint=FINGERPRINT)
+    assert held_of(store, garbage, OTHER) == [True, True]
+
+
+def test_what_is_used_elsewhere_is_not_refreshed_here() -> None:
+    store = make_store(20)
+    (part,), (other,) = make_parts(make_chain(16)), make_parts(make_chain(16, seed=1))
+    put_all(store, [part], fingerprint=OTHER)
+    put_all(store, [other], fingerprint=OTHER)
+    store.touch([part.meta.ref], 0.0, fingerprint=FINGERPRINT)
+    put_all(store, [part])
+    assert held_of(store, [part, other], OTHER) == [False, True], "what goes first is compared over all namespaces"
 
 
 # --- tails, events, invalidation ---------------------------------------------------------------------------------
@@ -405,7 +508,7 @@ def test_tails_are_found_under_their_parent_newest_first() -> None:
 def test_one_tail_too_many_drops_the_oldest_that_is_not_leased() -> None:
     store = make_store()
     tails = put_tails(store, limits.TAILS_PER_PARENT_MAX)
-    store.lease([tails[0].meta.ref], 0.0, 1000)
+    store.lease([tails[0].meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
     tails += put_tails(store, limits.TAILS_PER_PARENT_MAX + 1)[-1:]
     assert held_of(store, tails) == [True, False] + [True] * (limits.TAILS_PER_PARENT_MAX - 1)
     found = store.tails(tails[0].meta.parent_hash, fingerprint=FINGERPRINT, block_tokens=16)
@@ -423,7 +526,7 @@ def test_short_first_blocks_are_tails_before_and_after_a_full_block_is_seen() ->
     assert found() == [7, 9, 5]
     put_all(store, make_parts(make_chain(16, seed=77)))
     assert sorted(found()) == [5, 7, 9]
-    store.invalidate(short[1].meta.ref)
+    store.invalidate(short[1].meta.ref, fingerprint=FINGERPRINT)
     assert sorted(found()) == [5, 7]
 
 
@@ -460,10 +563,10 @@ def test_invalidation_takes_a_part_out_of_leases_and_pins() -> None:
     store = make_store(20)
     parts = make_parts(make_chain(32))
     put_all(store, parts)
-    info = store.lease(refs_of(parts), 0.0, 1000)
-    store.pin(parts[1].meta.ref)
-    assert store.invalidate(parts[1].meta.ref)
-    assert not store.invalidate(parts[1].meta.ref)
+    info = store.lease(refs_of(parts), 0.0, 1000, fingerprint=FINGERPRINT)
+    store.pin(parts[1].meta.ref, fingerprint=FINGERPRINT)
+    assert store.invalidate(parts[1].meta.ref, fingerprint=FINGERPRINT)
+    assert not store.invalidate(parts[1].meta.ref, fingerprint=FINGERPRINT)
     put_all(store, parts[1:])
     with pytest.raises(LeaseError):
         store.leased_parts(info.lease_id, refs_of(parts), 0.0)
@@ -477,9 +580,9 @@ def test_a_lease_outlives_the_blocks_that_were_invalidated_in_it() -> None:
     store = make_store()
     parts = make_parts(make_chain(32))
     put_all(store, parts)
-    info = store.lease(refs_of(parts), 0.0, 1000)
+    info = store.lease(refs_of(parts), 0.0, 1000, fingerprint=FINGERPRINT)
     for part in parts:
-        store.invalidate(part.meta.ref)
+        store.invalidate(part.meta.ref, fingerprint=FINGERPRINT)
     assert store.stats().block_count == 0
     assert store.release(info.lease_id)
 
@@ -488,8 +591,8 @@ def test_clear_leaves_only_reservations() -> None:
     store = make_store()
     parts = make_parts(make_chain(40))
     put_all(store, parts)
-    store.lease(refs_of(parts), 0.0, 1000)
-    store.pin(parts[0].meta.ref)
+    store.lease(refs_of(parts), 0.0, 1000, fingerprint=FINGERPRINT)
+    store.pin(parts[0].meta.ref, fingerprint=FINGERPRINT)
     store.reserve(b"r", 100, 0.0)
     store.clear()
     stats = store.stats()
@@ -503,7 +606,7 @@ def test_a_survey_tells_presence_and_mean_sizes() -> None:
     chain: Chain = make_chain(48)
     put_all(store, [make_parts(chain, length_bytes=10)[0], make_parts(chain, length_bytes=20)[2]])
     put_all(store, make_parts(chain, length_bytes=7, kinds=(PartKind.STATE,))[1:2])
-    survey = store.survey([block.block_hash for block in chain.blocks])
+    survey = store.survey([block.block_hash for block in chain.blocks], fingerprint=FINGERPRINT)
     assert survey.present == ((True, False, True), (False, False, False), (False, True, False))
     assert survey.mean_bytes == (15, 0, 7)
     store.note_lookup(hit=True)
@@ -540,10 +643,10 @@ def test_a_cut_drops_the_tail_and_is_found_in_its_place() -> None:
     used = store.stats().bytes_used
     cut = cut_of(short, blocks[1])
     assert store.cut(cut, fingerprint=FINGERPRINT)
-    assert not store.has(short.meta.ref)
+    assert not store.has(short.meta.ref, fingerprint=FINGERPRINT)
     assert store.stats().bytes_used == used - short.meta.length_bytes
     assert store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT) == (cut,)
-    assert store.cuts_within(blocks[1].meta.block_hash) == (cut,)
+    assert store.cuts_within(blocks[1].meta.block_hash, fingerprint=FINGERPRINT) == (cut,)
     assert store.put(short, fingerprint=FINGERPRINT, now=0.0) is PutOutcome.ALREADY_HELD, "not stored a second time"
     requirement = Requirement(block_tokens=16, full=True)
     found = store.find([blocks[0].meta.block_hash], fingerprint=FINGERPRINT, requirement=requirement)
@@ -560,7 +663,7 @@ def test_a_tail_that_contains_cuts_hands_them_on_and_they_go_with_their_block() 
     assert store.cut(cut_of(longer, blocks[1]), fingerprint=FINGERPRINT)
     names = {cut.block_hash: cut.within for cut in store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT)}
     assert names == {short.meta.block_hash: blocks[1].meta.block_hash, longer.meta.block_hash: blocks[1].meta.block_hash}
-    store.invalidate(blocks[1].meta.ref)
+    store.invalidate(blocks[1].meta.ref, fingerprint=FINGERPRINT)
     assert store.cuts(blocks[0].meta.block_hash, fingerprint=FINGERPRINT) == ()
     assert store.put(short, fingerprint=FINGERPRINT, now=0.0) is PutOutcome.STORED
     store.clear()
@@ -570,7 +673,7 @@ def test_a_tail_that_contains_cuts_hands_them_on_and_they_go_with_their_block() 
 def test_a_tail_that_is_needed_as_it_is_is_not_cut() -> None:
     store, blocks, short, longer = grown()
     good = cut_of(short, blocks[1])
-    lease = store.lease([short.meta.ref], 0.0, 1000)
+    lease = store.lease([short.meta.ref], 0.0, 1000, fingerprint=FINGERPRINT)
     assert not store.cut(good, fingerprint=FINGERPRINT), "somebody may be fetching it"
     store.release(lease.lease_id)
     for name, value in (
@@ -587,5 +690,5 @@ def test_a_tail_that_is_needed_as_it_is_is_not_cut() -> None:
     window = make_parts(make_chain(27, seed=3), kinds=(PartKind.WINDOW,))[1]
     store.put(window, fingerprint=FINGERPRINT, now=0.0)
     assert not store.cut(cut_of(longer, blocks[1]), fingerprint=FINGERPRINT), "the block lacks the tail's window rows"
-    assert store.has(short.meta.ref)
-    assert store.has(longer.meta.ref)
+    assert store.has(short.meta.ref, fingerprint=FINGERPRINT)
+    assert store.has(longer.meta.ref, fingerprint=FINGERPRINT)

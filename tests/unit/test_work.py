@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kakeya_zmq.blocks import needed_parts
 from kakeya_zmq.engine import CloseSession, ImportPrefix, OpenSession, Prefill
 from kakeya_zmq.protocol.effects import (
     BindSender,
@@ -29,6 +30,7 @@ from tests.unit.preparation_kit import (
     REQUIREMENTS,
     WINDOWED,
     all_parts,
+    chain_of,
     new_store,
     tokens_of,
 )
@@ -147,6 +149,20 @@ def test_the_asker_gets_exactly_what_it_lacks(requirement: Requirement, length: 
 
 
 @each_requirement
+@pytest.mark.parametrize("every", [BLOCK, 2 * BLOCK, 3 * BLOCK, 256])
+@pytest.mark.parametrize("have", [0, 17, 40])
+def test_checkpoints_come_on_the_way_and_each_makes_a_hit_possible(requirement: Requirement, every: int, have: int) -> None:
+    host = WorkHost(requirement)
+    tokens = tokens_of(150)
+    host.submit(tokens, have=have, checkpoints=every)
+    host.drain()
+    chain = chain_of(tokens[:-1])
+    at_hand = {ref for block in chain.blocks if block.end <= have for ref in needed_parts(chain, block.end, requirement)}
+    at_hand |= {part.meta.ref for part in host.sent}
+    assert all(at_hand.issuperset(needed_parts(chain, end, requirement)) for end in range(every, 149, every))
+
+
+@each_requirement
 @pytest.mark.parametrize("cached", [0, 10, BLOCK, 40, 64, 99])
 def test_what_the_worker_holds_is_not_computed_again(requirement: Requirement, cached: int) -> None:
     tokens = tokens_of(100)
@@ -176,8 +192,8 @@ def test_room_for_the_rest_is_not_made_out_of_the_jobs_own_prefix() -> None:
     host = WorkHost(FULL, store=new_store([*own, *other], max_bytes=8 * PART_BYTES))
     key = host.submit(tokens)
     assert any(isinstance(command, ImportPrefix) for command in commands(host))
-    assert all(host.store.has(part.meta.ref) for part in own)
-    assert not any(host.store.has(part.meta.ref) for part in other)
+    assert all(host.store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in own)
+    assert not any(host.store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in other)
     host.drain()
     assert outcome(host, key).tokens_reused == 64
     assert "put_failures" not in host.counts
@@ -188,7 +204,7 @@ def test_parts_evicted_after_the_import_began_are_sent_all_the_same() -> None:
     host = WorkHost(WINDOWED, store=new_store(all_parts(tokens[:64], WINDOWED)))
     key = host.submit(tokens)
     for part in all_parts(tokens[:64], WINDOWED):
-        host.store.invalidate(part.meta.ref)
+        host.store.invalidate(part.meta.ref, fingerprint=FINGERPRINT)
     host.drain()
     assert isinstance(outcome(host, key), JobResult)
 
@@ -196,7 +212,8 @@ def test_parts_evicted_after_the_import_began_are_sent_all_the_same() -> None:
 def test_a_prefix_that_cannot_be_imported_is_computed_again_and_dropped() -> None:
     tokens = tokens_of(100)
     host = WorkHost(FULL, store=new_store(all_parts(tokens[:64], FULL)))
-    bad = {id(part.payload.obj) for held in all_parts(tokens[:64], FULL) if (part := host.store.get(held.meta.ref))}
+    found = [host.store.get(part.meta.ref, fingerprint=FINGERPRINT) for part in all_parts(tokens[:64], FULL)]
+    bad = {id(part.payload.obj) for part in found if part is not None}
     host.import_fails = True
     key = host.submit(tokens)
     host.open_lane(only_lane(host))

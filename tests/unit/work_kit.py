@@ -80,6 +80,7 @@ def submission(
     *,
     job_id: int = 1,
     have: int = 0,
+    checkpoints: int = 0,
     chunk_bytes: int = limits.CHUNK_BYTES_MIN,
     credit_bytes: int = limits.CHUNK_BYTES_MIN,
     suites: tuple[CipherSuite, ...] = (CipherSuite.SECRETBOX,),
@@ -93,6 +94,7 @@ def submission(
         suites=suites,
         chunk_bytes_max=chunk_bytes,
         credit_bytes=credit_bytes,
+        checkpoint_tokens=checkpoints,
     )
 
 
@@ -236,7 +238,8 @@ class WorkHost:
                     self.sent.append(part)
                 lane.final = final
                 if final:
-                    assert sorted(map(str, lane.refs)) == sorted(map(str, self.wanted(request))), "all of them, each once"
+                    wanted = {*self.wanted(request), *self.on_the_way(request)}
+                    assert sorted(map(str, lane.refs)) == sorted(map(str, wanted)), "all of them, each once"
             case AddCredit():
                 assert lane.closed is None
             case CloseLane(ok=ok):
@@ -254,6 +257,19 @@ class WorkHost:
             if requirement.window_tokens:
                 kinds[1] = block.end > target - requirement.window_tokens or block.start < requirement.sink_tokens
             refs += [PartRef(block_hash=block.block_hash, kind=PartKind(k)) for k, yes in enumerate(kinds) if yes]
+        return refs
+
+    def on_the_way(self, request: Request) -> list[PartRef]:
+        """What its checkpoints are made of, of a job that computes everything; without the code under test."""
+        target, requirement, every = len(request.tokens) - 1, self.requirement, request.body.checkpoint_tokens
+        refs: list[PartRef] = []
+        for end in range(every, target, every) if every else ():
+            for block in chain_of(request.tokens[:-1]).blocks:
+                if request.body.have_tokens < block.end <= end:
+                    if requirement.window_tokens and block.end > end - requirement.window_tokens:
+                        refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.WINDOW))
+                    if requirement.state and block.end == end:
+                        refs.append(PartRef(block_hash=block.block_hash, kind=PartKind.STATE))
         return refs
 
     # --- what peers do ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 import msgspec
 from msgspec import inspect
 
-from wire import cards, messages
+from wire import cards, messages, text
 
 DOCUMENT: Final = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 UNIONS = {
@@ -24,6 +24,15 @@ UNIONS = {
     "progress": messages.ProgressBody,
     "update": messages.UpdateBody,
 }
+GRAMMARS: Final[dict[str, tuple[str, str]]] = {
+    text.NODE_ID: ("NodeId", "node-{0}"),
+    text.OPTIONAL_NODE_ID: ("NodeId", "node-{0}"),
+    text.WORD: ("Word", "word-{0}"),
+    text.OPTIONAL_WORD: ("Word", "word-{0}"),
+    text.ASCII: ("Ascii", "version {0}"),
+    text.LINE: ("Line", "name {0} é"),
+}
+"""Pattern of a text → (what the document calls it, an example with a number in it)."""
 ROOTS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("Handshake", (messages.Hello, messages.Welcome)),
     ("Envelopes", get_args(messages.Envelope)),
@@ -45,8 +54,9 @@ def word(node: inspect.Type) -> str:
             return "float"
         case inspect.BoolType():
             return "bool"
-        case inspect.StrType():
-            return "text"
+        case inspect.StrType(pattern=pattern):
+            grammar, _ = GRAMMARS.get(pattern or "", ("", ""))
+            return f"text {grammar}".strip()
         case inspect.BytesType(min_length=low, max_length=high):
             return f"bytes {low}" if low is not None and low == high else "bytes"
         case inspect.EnumType(cls=cls):
@@ -153,8 +163,8 @@ class Maker:
             case inspect.BoolType():
                 return self._count % 2 == 0
             case inspect.StrType(pattern=pattern, min_length=low):
-                text = f"10.0.0.{self._count % 250}:{self._count}" if pattern else f"text {self._count} é"
-                return text.ljust(low or 0, "f")
+                _, example = GRAMMARS.get(pattern or "", ("", "10.0.0.{0}:{0}" if pattern else "text {0} é"))
+                return example.format(self._count % 250).ljust(low or 0, "f")
             case inspect.BytesType(min_length=low, max_length=high):
                 length = low if low is not None else min(8, high or 8)
                 return bytes((self._count + i) % 256 for i in range(length))
@@ -193,8 +203,8 @@ def plain(value: Any) -> Any:
 
 def write() -> None:
     """Put the tables where they belong: behind the introduction of the last section."""
-    text = DOCUMENT.read_text("utf-8")
-    head = text[: text.index("| Handshake | fields")]
+    written = DOCUMENT.read_text("utf-8")
+    head = written[: written.index("| Handshake | fields")]
     DOCUMENT.write_text(head + document(), encoding="utf-8")
 
 

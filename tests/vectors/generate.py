@@ -74,7 +74,7 @@ def handshake_vector() -> dict[str, Any]:
     client, server = NodeIdentity(random(32)), NodeIdentity(random(32))
     client_secret, server_secret = random(32), random(32)
     hello = messages.Hello(
-        node_id="client-é",
+        node_id="client-e",
         identity_public_key=client.public_key,
         ephemeral_public_key=CurvePair.from_secret(client_secret).public,
         incarnation=1_700_000_000_000_000_000,

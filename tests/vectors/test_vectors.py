@@ -106,6 +106,13 @@ def documented_tags() -> dict[str, int]:
 
 
 ENVELOPES = {"Request", "Update", "Cancel", "Reply", "Progress", "Failure", "Ping", "Pong", "Goodbye"}
+GRAMMARS = {
+    "NodeId": r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}|",
+    "Word": r"[A-Za-z][A-Za-z0-9_+-]{0,31}|",
+    "Ascii": r"[ -~]{0,128}",
+    "Line": r"\w[^\x00-\x1f\x7f-\x9f]{0,511}",
+    "text": r".{0,512}",
+}
 BODY_OF = {
     "Request": range(1, 100),
     "Reply": range(100, 200),
@@ -130,14 +137,18 @@ def named(type_: str, value: Any, envelope: str = "") -> Any:
     if match := re.fullmatch(r"\[(?:(\d+) × )?(.+)\]", type_):
         assert match[1] is None or len(value) == int(match[1])
         return [named(match[2], each) for each in value]
-    if match := re.fullmatch(r"\{text: (.+)\}", type_):
-        return {key: named(match[1], each) for key, each in value.items()}
+    if match := re.fullmatch(r"\{(text(?: \w+)?): (.+)\}", type_):
+        return {named(match[1], key): named(match[2], each) for key, each in value.items()}
     if type_.startswith("bytes"):
         assert isinstance(value, bytes)
         assert type_ == "bytes" or len(value) == int(type_.split()[1])
         return {"hex": value.hex()}
     words = {"int": int, "float": float, "bool": bool, "text": str}
-    assert isinstance(value, tuple(words[each.split()[0]] for each in type_.split(" or ")))
+    choices = [each.split() for each in type_.split(" or ")]
+    assert isinstance(value, tuple(words[choice[0]] for choice in choices))
+    if isinstance(value, str):
+        (grammar,) = [choice[-1] for choice in choices if choice[0] == "text"]
+        assert re.fullmatch(GRAMMARS[grammar], value)
     return value
 
 

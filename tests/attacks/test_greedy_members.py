@@ -1,0 +1,86 @@
+"""Members that would like to have everything for themselves: all connections, all names, all handshakes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNPROVEN
+from kakeya_zmq.protocol.identities import OTHER_KEY, TOO_MANY_NEW
+from kakeya_zmq.protocol.session_server import SESSIONS_PER_KEY_MAX
+from tests.attacks.kit import Siege
+from tests.attacks.test_cards import card_of, known_to, tell
+from tests.attacks.test_revoked import EXCHANGE
+from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.vectors.independent import Identity
+
+CONNECTIONS_MAX = 64
+
+
+@pytest.fixture(scope="module")
+def narrow_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    home = tmp_path_factory.mktemp("greedy")
+    with kept_fleet(request, home / "no-model", home) as fleet:
+        node = fleet.add("cache", "--max-connections", str(CONNECTIONS_MAX), name="narrow")
+        node.launch()
+        node.wait_ready()
+        yield fleet
+
+
+@pytest.fixture
+def narrow(narrow_fleet: Fleet) -> Siege:
+    return Siege(narrow_fleet, "narrow")
+
+
+def served(siege: Siege, name: str) -> None:
+    with siege.client() as client:
+        assert client.ask(client.join(Identity.new(name)), [12])[0] == 4
+
+
+def test_a_member_that_opens_connections_without_end(narrow: Siege) -> None:
+    """Twice as many as there may be, each through the transport's handshake and with noise behind it."""
+    with narrow.expect(REFUSED_UNPROVEN, REFUSED_ADDRESS), contextlib.ExitStack() as stack:
+        for number in range(2 * CONNECTIONS_MAX):
+            client = stack.enter_context(narrow.client(reconnects=False))
+            client.send(b"noise")
+            if number % CONNECTIONS_MAX == CONNECTIONS_MAX - 1:
+                served(narrow, f"newcomer-{number}")
+        served(narrow, "newcomer-at-the-end")
+        assert int(narrow.status().sections["node"]["connections"] or 0) <= CONNECTIONS_MAX
+
+
+def test_a_member_that_has_a_session_on_every_connection(narrow: Siege) -> None:
+    """One identity, under many names: a new session of it takes the place of its oldest, and newcomers are served."""
+    greedy = Identity.new("greedy")
+    with narrow.expect(REFUSED_UNPROVEN, REFUSED_ADDRESS), contextlib.ExitStack() as stack:
+        clients = []
+        for number in range(CONNECTIONS_MAX):
+            client = stack.enter_context(narrow.client(reconnects=False))
+            client.send(*client.hello(Identity(f"greedy-{number % 8}", greedy.signing))[0])
+            clients.append(client)
+        served(narrow, "newcomer")
+        answered = [client for client in clients if client.socket.poll(0, zmq.POLLIN)]
+        assert len(answered) > SESSIONS_PER_KEY_MAX, "the attack took place"
+        assert int(narrow.status().sections["node"]["connections"] or 0) <= CONNECTIONS_MAX
+
+
+def test_made_up_names_do_not_push_out_a_node_that_is_away(narrow: Siege) -> None:
+    """A member tells cards of new names without end; the book of names stays bounded, and keeps whom it knew."""
+    away = Identity.new("away")
+    with narrow.client() as client:
+        tell(client, client.join(away), 1, card_of(away))
+        wait_until(lambda: "away" in known_to(narrow), "it is known")
+    mallory = Identity.new(f"mallory-{time.time_ns()}")
+    puppet = Identity.new("puppet")
+    with narrow.expect(TOO_MANY_NEW, count=20), narrow.client() as client:
+        session = client.join(mallory)
+        for number in range(1, 13):
+            cards = [card_of(puppet, node_id=f"made-up-{number}-{each}") for each in range(40)]
+            assert client.ask(session, [EXCHANGE, cards, [0] * len(cards)], number=number)[0] == 4
+    with narrow.expect(OTHER_KEY), narrow.client() as client:
+        client.send(*client.hello(Identity(away.node_id, puppet.signing))[0])
+        assert client.receive(0.5) is None
