@@ -179,6 +179,8 @@ class Reactor:
         self._poller = zmq.Poller()
         self._registrations: dict[zmq.Socket[bytes], _Registration] = {}
         self._sources: list[DeadlineHandle] = []
+        self._sources_due_at = -math.inf
+        """When the first of them is due; before they were first asked, at once."""
         self._timers: list[tuple[float, int, TimerHandle]] = []
         self._timer_numbers = itertools.count()
         self._posted: deque[Callable[[], None]] = deque()
@@ -260,6 +262,7 @@ class Reactor:
         self.check_thread()
         handle = DeadlineHandle(deadline, on_due)
         self._sources.append(handle)
+        self._sources_due_at = -math.inf
         return handle
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> TimerHandle:
@@ -405,15 +408,13 @@ class Reactor:
             if registration is not None:
                 self._serve(registration, events)
         self._run_timers()
-        self._run_sources()
         self._run_posted()
+        self._run_sources()
 
     def _poll_ms(self) -> int:
         if self._posted:
             return 0
-        due_at = self._timers[0][0] if self._timers else math.inf
-        for source in self._sources:
-            due_at = min(due_at, source._due_at())
+        due_at = min(self._sources_due_at, self._timers[0][0] if self._timers else math.inf)
         wait_s = min(max(due_at - self.clock(), 0.0), POLL_SECONDS_MAX)
         return math.ceil(wait_s * 1000)
 
@@ -444,15 +445,23 @@ class Reactor:
                 self._guarded(function)
 
     def _run_sources(self) -> None:
-        removed = False
+        """Run what is due, and note when the next is: the last thing of a turn, since whatever runs may change it."""
+        ran = removed = False
+        first_due_at = math.inf
         for source in tuple(self._sources):
             removed = removed or source._removed
             now = self.clock()
-            if source._due_at() <= now:
+            due_at = source._due_at()
+            if due_at <= now:
+                ran = True
                 self._guarded(lambda source=source, now=now: source._on_due(now))  # type: ignore[misc]
                 source._not_before = now + DUE_AGAIN_SECONDS if source._due_at() <= now else -math.inf
+            first_due_at = min(first_due_at, due_at)
         if removed:
             self._sources = [source for source in self._sources if not source._removed]
+        if ran:  # it may have changed the others' deadlines, or added some
+            first_due_at = min((source._due_at() for source in self._sources), default=math.inf)
+        self._sources_due_at = first_due_at
 
     def _run_posted(self) -> None:
         for _ in range(min(POSTED_PER_TURN, len(self._posted))):

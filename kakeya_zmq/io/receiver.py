@@ -5,7 +5,7 @@ Rules:
 1. Everything is checked before anything is allocated for it: header, order, manifest, wanted parts, budget, plan.
 2. A part is shown only when every byte of it is verified. What a broken transfer delivered before stays valid.
 3. Each part has a buffer of its own, so that evicting it frees its memory.
-4. Credit is earned by bytes that were processed, in steps of about a quarter of the initial credit. What counts are the
+4. Credit is earned by bytes that were processed, in steps of about half of the initial credit. What counts are the
    bytes of parts and manifests, whatever a link encoding made of them on the way.
 5. The first violation ends the transfer: over one TCP connection nothing honest arrives twice, torn or out of order.
 """
@@ -33,7 +33,7 @@ from wire.chunks import ChunkHeader, ChunkKind, ChunkPlan, ChunkSpan, decode_man
 from wire.errors import DataLossError, RemoteProtocolError
 from wire.messages import CipherSuite, LinkCodec, PartMeta, TransferGrant
 
-_CREDIT_STEPS: Final = 4
+_CREDIT_STEPS: Final = 2
 CONNECT_SECONDS: Final = 3.0
 """Longer than this nobody waits for a connection to a bulk port; a closed one is dropped silently by most firewalls."""
 

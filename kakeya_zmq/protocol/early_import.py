@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from kakeya_zmq.blocks import Part, needed_parts, raw_part
+from kakeya_zmq.blocks import Part, raw_part
 from kakeya_zmq.engine import AddParts, BeginImport, CommandFailed, ImportAdvanced
 from kakeya_zmq.protocol.effects import CancelCommand, CommandEnded, CommandEvent, Effect, RunCommand, Ticket
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator
-from wire.messages import PartRef, Requirement
+from wire.messages import PartRef
 
 
 class EarlyImport:
@@ -28,12 +28,9 @@ class EarlyImport:
         holdings: where parts are found.
     """
 
-    def __init__(
-        self, session_id: str, requirement: Requirement, holdings: Holdings, ids: IdAllocator, *, batch_bytes: int
-    ) -> None:
+    def __init__(self, session_id: str, holdings: Holdings, ids: IdAllocator, *, batch_bytes: int) -> None:
         self._batch_bytes = batch_bytes
         self._session_id = session_id
-        self._requirement = requirement
         self._holdings = holdings
         self._ids = ids
         self._tickets: set[Ticket] = set()
@@ -70,7 +67,7 @@ class EarlyImport:
         effects: list[Effect] = []
         if not self._is_aim(aim):
             self._aim = aim
-            self._waiting = dict.fromkeys(needed_parts(aim.chain, aim.position, self._requirement))
+            self._waiting = dict.fromkeys(self._holdings.needed(aim))
             self._ready, self._ready_bytes, self.elapsed_ms = [], 0, 0.0
             effects.append(self._run(BeginImport(self._session_id, aim.position)))
             self._take(list(self._waiting))

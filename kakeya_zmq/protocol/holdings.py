@@ -82,6 +82,7 @@ class Holdings:
         """Where tails in the own store go on with this prompt's tokens."""
         self.received_bytes = 0
         self.new_parts: list[Part] = []
+        self._needed: dict[tuple[int, int], tuple[Chain, tuple[PartRef, ...]]] = {}
         self.held_by: dict[NodeId, int] = {}
         """Position up to which a node said that it can do without computing."""
         self.reasons: list[str] = []
@@ -178,9 +179,17 @@ class Holdings:
         """
         return self.known_to if 0 < self.known_to < self._task.target and self.known_to in self._branches else None
 
+    def needed(self, reach: Reach) -> tuple[PartRef, ...]:
+        """The parts of a hit at ``reach``; worked out once for each of the few places a preparation looks at."""
+        key = (reach.position, id(reach.chain))
+        found = self._needed.get(key)
+        if found is None or found[0] is not reach.chain:
+            found = self._needed[key] = (reach.chain, needed_parts(reach.chain, reach.position, self._requirement))
+        return found[1]
+
     def missing(self, reach: Reach) -> tuple[PartRef, ...]:
         """Parts a hit at ``reach`` needs that are not at hand."""
-        needed = needed_parts(reach.chain, reach.position, self._requirement)
+        needed = self.needed(reach)
         return tuple(ref for ref in needed if not self.has(ref))
 
     def expected(self, refs: Iterable[PartRef], *, optional: bool = False) -> tuple[WantedPart, ...]:
@@ -328,7 +337,7 @@ class Holdings:
 
     def collect(self, reach: Reach, now: float) -> tuple[RawPart, ...] | None:
         """The parts of a hit at ``reach`` as the engine takes them, by (start, kind); None when one has vanished."""
-        refs = needed_parts(reach.chain, reach.position, self._requirement)
+        refs = self.needed(reach)
         if self._store is not None:
             self._store.touch(refs, now, fingerprint=self._task.fingerprint)
         found: list[Part] = []
@@ -342,7 +351,7 @@ class Holdings:
 
     def bytes_of(self, reach: Reach) -> int:
         """Size of the parts at hand that a hit at ``reach`` needs."""
-        found = (self.find(ref) for ref in needed_parts(reach.chain, reach.position, self._requirement))
+        found = (self.find(ref) for ref in self.needed(reach))
         return sum(part.meta.length_bytes for part in found if part is not None)
 
     def hold(self, reach: Reach, now: float) -> None:
@@ -352,7 +361,7 @@ class Holdings:
         """
         if self._store is None or reach.position == 0:
             return
-        refs = [ref for ref in needed_parts(reach.chain, reach.position, self._requirement) if self._has_stored(ref)]
+        refs = [ref for ref in self.needed(reach) if self._has_stored(ref)]
         self.release()
         try:
             fingerprint, lease_ms = self._task.fingerprint, self._task.stages_ms
@@ -368,7 +377,7 @@ class Holdings:
 
     def invalidate(self, reach: Reach) -> None:
         """Drop everything that was used for ``reach``: the engine refused it, fresh parts must be able to replace it."""
-        dropped = set(needed_parts(reach.chain, reach.position, self._requirement))
+        dropped = set(self.needed(reach))
         self.release()
         for ref in dropped:
             self._arrived.pop(ref, None)
@@ -404,7 +413,7 @@ class Holdings:
         return [Count("fallbacks"), Note("warning", text[:TEXT_CHARACTERS_MAX])]
 
     def origin_kinds(self, reach: Reach) -> set[SourceKind]:
-        needed = needed_parts(reach.chain, reach.position, self._requirement)
+        needed = self.needed(reach)
         return {self._origins.get(ref, (SourceKind.HOT, ""))[0] for ref in needed}
 
     def sources(self, start: int, imported: Reach | None, end: int) -> tuple[Source, ...]:
@@ -434,7 +443,7 @@ class Holdings:
 
     def explain_unused(self, imported: Reach | None) -> None:
         """Give the reason for what came and was in vain."""
-        needed = needed_parts(imported.chain, imported.position, self._requirement) if imported is not None else ()
+        needed = self.needed(imported) if imported is not None else ()
         used = {self._origins.get(ref) for ref in needed}
         for (kind, node_id), (size_bytes, _) in self._spent.items():
             if size_bytes and (kind, node_id) not in used:
@@ -443,7 +452,7 @@ class Holdings:
 
     def _imported_stretches(self, imported: Reach) -> list[tuple[Origin, int, int]]:
         needed: dict[bytes, Origin] = {}
-        for ref in needed_parts(imported.chain, imported.position, self._requirement):
+        for ref in self.needed(imported):
             # Whoever sent any part of a block made it possible.
             if ref in self._origins or ref.block_hash not in needed:
                 needed[ref.block_hash] = self._origins.get(ref, (SourceKind.HOT, ""))

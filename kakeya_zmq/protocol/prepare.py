@@ -146,7 +146,6 @@ class PromptPreparation:
         self._offload = Offload(task, self._holdings, ids, rates, random_bytes)
         self._early = EarlyImport(
             task.session_id,
-            task.facts.requirement,
             self._holdings,
             ids,
             batch_bytes=task.settings.early_import_bytes,

@@ -526,7 +526,7 @@ def test_another_node_than_the_expected_one_is_not_served(world: World) -> None:
 def test_a_wrong_psk_is_no_service_and_a_clear_line_on_both_sides(world: World) -> None:
     refused: list[str] = []
     downs: list[str] = []
-    server = world.server(answer_done, on_refused=refused.append)
+    server = world.server(answer_done, on_refused=lambda reason, node_id: refused.append(reason))
     stranger = world.client(server.address, fleet_key=OTHER_KEY, on_down=downs.append)
     asked = Asked(stranger, timeout_s=1.0)
     world.until(lambda: asked.over and bool(refused))

@@ -10,7 +10,7 @@ import pytest
 
 from kakeya_zmq.client import Client
 from tests import fleet_rig as rig
-from tests.fleet_rig import BLOCK_TOKENS, Fleet, Reference, answer, ask, prompt, wait_published, wait_until
+from tests.fleet_rig import BLOCK_TOKENS, Fleet, Reference, answer, ask, figure, prompt, wait_published, wait_until
 from wire.errors import FailureCode, RequestFailed
 from wire.keys import FleetKey
 from wire.messages import PrefillPolicy, SourceKind, Status
@@ -101,14 +101,22 @@ def test_a_prefix_computed_by_the_worker_serves_another_prompt(fleet: Fleet, ref
             cold = ask(session, one, COUNT)
         fleet.wait_card("worker", lambda row: row["cache_entries"] > 0, "the worker's card tells of its cache")
         # Not published to the cache peer: only the worker holds the blocks before the window of the first prompt.
-        with client.create_session(
-            policy=PrefillPolicy.REMOTE_REQUIRED, use_local_cache=False, exclude_nodes=["cache"]
-        ) as session:
+        with (
+            fleet["worker"].client() as worker,
+            client.create_session(
+                policy=PrefillPolicy.REMOTE_REQUIRED, use_local_cache=False, exclude_nodes=["cache"]
+            ) as session,
+        ):
+            computed = figure(worker, "prefill", "job_tokens_computed")
             warm = ask(session, other, COUNT)
+            computed = figure(worker, "prefill", "job_tokens_computed") - computed
     assert cold.tokens == reference.answer(one, COUNT)
     assert warm.tokens == reference.answer(other, COUNT)
     assert cold.reused == {SourceKind.WORKER: len(one) - 1}
-    assert warm.reused == {SourceKind.REMOTE_CACHE: SHARED_BLOCKS, SourceKind.WORKER: len(other) - 1 - SHARED_BLOCKS}
+    # Whether it sends the shared blocks for a fetch, or with the job: it has them, and computes the rest.
+    assert sum(warm.reused.values()) == len(other) - 1
+    assert {source.node_id for source in warm.appended.explanation.sources} == {"worker"}
+    assert computed == len(other) - 1 - SHARED_BLOCKS
 
 
 # --- conversations ---------------------------------------------------------------------------------------------------

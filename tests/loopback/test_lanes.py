@@ -306,7 +306,7 @@ def test_the_smallest_credit_cannot_stall_a_transfer(rig: Rig, credit_bytes: int
     assert same_parts(rig.received.parts, MIXED)
 
 
-def test_credit_is_told_in_steps_of_a_quarter(rig: Rig) -> None:
+def test_credit_is_told_in_steps_of_a_half(rig: Rig) -> None:
     parts = [make_part(number, CHUNK_BYTES) for number in range(40)]
     sender, grant = rig.bind_sender(credit_bytes=16 * CHUNK_BYTES)
     rig.wire(sender)
@@ -315,7 +315,7 @@ def test_credit_is_told_in_steps_of_a_quarter(rig: Rig) -> None:
     assert rig.finish()[1].ok
     steps = [event.credit_bytes for event in rig.received.seen if isinstance(event, CreditEarned)]
     assert steps
-    assert all(4 * CHUNK_BYTES < step <= 5 * CHUNK_BYTES for step in steps)
+    assert all(8 * CHUNK_BYTES < step <= 9 * CHUNK_BYTES for step in steps)
 
 
 def test_a_credit_smaller_than_a_chunk_is_our_own_mistake(rig: Rig) -> None:
