@@ -80,7 +80,10 @@ def _forget(node_id: str) -> str:
     folders = [path.parent for path in sorted((kakeya_home() / "nodes").glob("*/identity.key"))]
     forgotten = [folder.name for folder in folders if forget_node(folder, node_id)]
     if not forgotten:
-        raise ConfigError(f"no node of this machine has seen {node_id[:64]!r}", remedy="`kakeya status` lists them")
+        raise ConfigError(
+            f"no node of this machine has seen {node_id[:64]!r}",
+            remedy="`kakeya status` lists them; new ones come within seconds",
+        )
     return f"{', '.join(forgotten)} will take the next key that comes under the name {node_id[:64]}; do so on every machine"
 
 

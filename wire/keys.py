@@ -74,8 +74,8 @@ def read_secret_file(path: Path, *, minimum_bytes: int, what: str, absent: str =
     """Read a secret, without outer whitespace, from a file that only its owner can read.
 
     The checks are made on the opened file, not on the name, so the file can't be swapped between check and use. Whoever may
-    write to the folder could put another of our own secrets in its place, so nobody else may: neither where the name is, nor,
-    of a symbolic link, where the file is.
+    write to the folder could put another of our own secrets in its place, so not everybody may: neither where the name is,
+    nor, of a symbolic link, where the file is.
 
     Args:
         path: the file; a symbolic link is followed.
@@ -84,8 +84,8 @@ def read_secret_file(path: Path, *, minimum_bytes: int, what: str, absent: str =
         absent: the remedy when there is no file.
 
     Raises:
-        SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, owned by another
-            user, or in a folder that everybody may write to.
+        SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, owned by
+            another user, or in a folder that everybody may write to.
     """
     # O_NONBLOCK: opening a FIFO must not hang the start of a daemon.
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)

@@ -42,6 +42,8 @@ WRONG_PSK: Final = "the other side does not accept this PSK, or something in bet
 CONNECTION_LOST: Final = "the connection broke"
 REJECTIONS_OF_A_KNOWN_PEER: Final = 3
 """Handshakes in a row that a peer which had accepted our PSK must refuse before we believe that it has another one."""
+REJECTIONS_OF_A_STRANGER: Final = 2
+"""The same of one that never did; libzmq tries again within a fraction of a second."""
 NOT_A_NODE: Final = "what answers at this address is not a node of this fleet"
 PAUSED: Final = "it takes the connection but does not answer: paused or overloaded"
 NOBODY_THERE: Final = "nothing answers at this address"
@@ -438,8 +440,13 @@ class ControlClient:
                 self.counters["handshakes_rejected"] += 1
                 self._rejections += 1
                 # A process that dies during a handshake looks the same once; where our PSK was accepted, wait for proof.
-                dying = self.counters["sessions"] > 0 and self._rejections < REJECTIONS_OF_A_KNOWN_PEER
-                self._link_failed(CONNECTION_LOST if dying else WRONG_PSK)
+                known = self.counters["sessions"] > 0
+                if self._rejections >= (REJECTIONS_OF_A_KNOWN_PEER if known else REJECTIONS_OF_A_STRANGER):
+                    self._link_failed(WRONG_PSK)
+                elif known:
+                    self._link_failed(CONNECTION_LOST)
+                else:
+                    self._link_error = CONNECTION_LOST  # no news yet
             case LinkEvent.UNREACHED:
                 # A rejected connection is retried too; that it was rejected is the news.
                 if self._link_error is None:

@@ -254,6 +254,7 @@ class ControlServer:
             self._flush_timer.cancel()
         self._backlog.clear()
         self._peers.clear()
+        self._used.clear()
         self._deadline.remove()
         self._connections.close()
         self.reactor.close_socket(self._socket, linger_ms=GOODBYE_LINGER_MS)

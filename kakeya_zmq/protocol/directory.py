@@ -327,9 +327,7 @@ class Directory:
         pairs = zip(cards, ages_ms, strict=False)
         return [effect for blob, age_ms in pairs for effect in self._merge(blob, max(0, age_ms), unix_s, now, told_by)]
 
-    def _merge(
-        self, blob: bytes, age_ms: int, unix_s: float | None, now: float, told_by: str
-    ) -> list[DirectoryEffect]:
+    def _merge(self, blob: bytes, age_ms: int, unix_s: float | None, now: float, told_by: str) -> list[DirectoryEffect]:
         try:
             card = open_card(blob)
         except RemoteProtocolError:

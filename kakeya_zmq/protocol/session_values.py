@@ -295,7 +295,7 @@ class PeerDown:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Something was dropped; ``reason`` is fixed text, fit for a counter's label. ``node_id``: whose, where that is proven."""
+    """Something was dropped; ``reason`` is fixed text, fit for a counter's label; ``node_id`` whose, if proven."""
 
     reason: str
     node_id: str = ""

@@ -160,6 +160,7 @@ def test_what_a_daemon_writes_down_of_it(siege: Siege, fleet: Fleet, rogue: Call
         name = siege.node.name
         for command in (("status", "--address", siege.address), ("audit",), ("audit", "--json"), ("logs", name)):
             run(fleet, *command)
+    assert all(line.isprintable() for line in siege.status().recent)
     files = [*(fleet.home / "logs").iterdir(), *fleet.home.rglob("audit*.jsonl")]
     assert files
     for path in files:

@@ -33,7 +33,6 @@ HOSTILE = (
 
 SHOWN = {
     HOSTILE[3]: HOSTILE[3].replace("\u202e", r"\u202e").replace("\u202c", r"\u202c"),
-    HOSTILE[4]: "👩‍👩‍👧‍👦🏴‍☠️ é̂́",
     HOSTILE[7]: r"two\u000alines\u001b[2J\u200b\u{e0041}\u00ad",
 }
 """What cannot be seen, or turns the direction, is shown as an escape; emoji stay whole."""
@@ -95,6 +94,24 @@ def test_hostile_names_are_text_and_break_nothing(web: Web, browse: Browse) -> N
         assert browser.run("return window.harmed ?? null") is None
         assert browser.complaints() == [], view
     assert browser.foreign_requests() == []
+
+
+def test_a_node_that_no_stretch_is_named_after_is_no_stretch_of_the_bar(web: Web, browse: Browse) -> None:
+    sources = (
+        SourceView(kind="hot", start=0, end=64),
+        SourceView(kind="remote_cache", start=64, end=64, node_id="far-away", transfer_bytes=4096),
+    )
+    told = RequestEvent(
+        request_id="r", operation="append", outcome="ready", source="hot", prompt_tokens=64, boundary=64, sources=sources
+    )
+    web.tell(snapshot(), "primary")
+    web.tell(told, "primary")
+    browser = browse(web.server.address)
+    browser.open("requests")
+    label = "return document.querySelector('#view-requests .stretches')?.getAttribute('aria-label') ?? ''"
+    wait_until(lambda: "0 to 64" in browser.run(label), "the bar has its label")
+    assert "64 to 64" not in browser.run(label)
+    assert browser.run("return document.querySelectorAll('#view-requests .stretches .fill').length") == 1
 
 
 def test_silence_loss_and_return_are_told(web: Web, browse: Browse) -> None:

@@ -55,7 +55,7 @@ WRONG_REPLY = 998
 class CannedPrimary:
     """Counts upwards from the last token of the history; on a reactor thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.histories: dict[str, list[int]] = {}
         self.created: list[CreateSession] = []
         self.ended: list[str] = []
@@ -64,7 +64,7 @@ class CannedPrimary:
             node_id="primary", identity=NodeIdentity.generate(), roles=("primary",), incarnation=1, software="test"
         )
         self.server = ControlServer(
-            self.reactor, bind=Address("127.0.0.1", 0), local=local, fleet_key=KEY, on_request=self._on_request
+            self.reactor, bind=Address("127.0.0.1", port), local=local, fleet_key=KEY, on_request=self._on_request
         )
         self.address = str(self.server.address)
         self.reactor.start_thread("canned primary")
@@ -301,6 +301,32 @@ def test_a_wrong_psk_is_told_at_once(primary: CannedPrimary) -> None:
         Client(primary.address, fleet_key=FleetKey(b"o" * 32), connect_timeout_s=WAIT_S)
     assert caught.value.code is FailureCode.UNAUTHENTICATED
     assert "PSK file" in caught.value.remedy
+
+
+def test_a_primary_that_ends_during_the_handshake_is_not_taken_for_one_of_another_fleet() -> None:
+    """It is started again, and the client waits for it."""
+    started: list[CannedPrimary] = []
+    with os_socket.socket() as dying:
+        dying.bind(("127.0.0.1", 0))
+        dying.listen()
+        port = dying.getsockname()[1]
+
+        def end_and_start_again() -> None:
+            connection, _ = dying.accept()
+            connection.recv(1)
+            connection.close()
+            dying.close()
+            started.append(CannedPrimary(port))
+
+        thread = threading.Thread(target=end_and_start_again)
+        thread.start()
+        try:
+            with Client(f"127.0.0.1:{port}", fleet_key=KEY, connect_timeout_s=WAIT_S) as client:
+                assert client.status().node_id == "primary"
+        finally:
+            thread.join()
+            for primary in started:
+                primary.close()
 
 
 def test_an_absent_primary_is_told_after_the_timeout(primary: CannedPrimary) -> None:

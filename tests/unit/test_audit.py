@@ -253,6 +253,36 @@ def test_cards_of_made_up_names_do_not_push_out_a_node_that_is_away() -> None:
     assert book.admit("behind-the-seed", KEY_A, ("worker",), told_by="seed") == ""
 
 
+NAMES = st.sampled_from([f"n{number}" for number in range(12)])
+ADMISSIONS = st.tuples(
+    NAMES, st.sampled_from([KEY_A, KEY_B]), st.sampled_from(["worker", "client"]), st.none() | NAMES, st.booleans()
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.dictionaries(NAMES, st.just(KEY_A), max_size=3), st.lists(ADMISSIONS, max_size=60))
+def test_whatever_comes_no_pin_is_lost_and_the_book_stays_bounded(
+    known: dict[str, bytes], admissions: list[tuple[str, bytes, str, str | None, bool]]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kakeya_zmq.protocol.identities.NODES_MAX", 8)
+        patch.setattr("kakeya_zmq.protocol.identities.ACCOUNT_MAX", 3)
+        book = IdentityBook(OWN, known)
+        pinned = dict(known)
+        for node_id, key, role, told_by, dialled in admissions:
+            refusal = book.admit(node_id, key, (role,), told_by=told_by, dialled=dialled and told_by is None)
+            if refusal:
+                assert refusal in (OTHER_KEY, FULL, TOO_MANY_NEW)
+            else:
+                assert book.key_of(node_id) == key
+            assert book.nodes().items() >= pinned.items()
+            pinned = book.nodes()
+            assert len(pinned) <= 8
+            assert {name: book.names_of(pinned[name]) for name in pinned} == {
+                name: tuple(each for each in pinned if pinned[each] == pinned[name]) for name in pinned
+            }
+
+
 def test_a_listed_node_is_remembered_in_a_book_full_of_others() -> None:
     listed = {"listed": KEY_A, "old": KEY_A}
 

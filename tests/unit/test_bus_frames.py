@@ -40,9 +40,7 @@ def test_what_is_sealed_opens_to_the_same_message(message: BusMessage) -> None:
     assert open_message(sealed(message), KEYS) == message
 
 
-@given(
-    st.text(st.characters(codec="utf-8"), min_size=1, max_size=110).filter(lambda text: not is_node_id(text))
-)
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=110).filter(lambda text: not is_node_id(text)))
 @example("two\nlines")
 @example("\x1b[2J")
 @example("w\u043erker")

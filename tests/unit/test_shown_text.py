@@ -31,14 +31,17 @@ from dashboard.http import encode_json
 from dashboard.monitor.event_lines import event_line
 from dashboard.monitor.terminal import Painter
 from kakeya_zmq.audit import AuditLog
+from kakeya_zmq.client import Client
 from kakeya_zmq.kvfs import namespaces
+from kakeya_zmq.protocol.session import LocalNode
 from kakeya_zmq.telemetry import explanation_line
 from tests.dashboard.kit import message
 from tests.test_layers import PRODUCT, ROOT
 from tests.unit.test_cards import IDENTITY, make_card
 from tests.vectors.describe import ROOTS, Maker, fields_of, structs_under
 from wire import cards, codec, events, messages, text
-from wire.errors import KakeyaError, LocalProtocolError, RemoteProtocolError
+from wire.errors import ConfigError, KakeyaError, LocalProtocolError, RemoteProtocolError
+from wire.keys import FleetKey
 from wire.text import clean, clean_prose, is_line, is_node_id, json_text
 
 STEERING: Final = (
@@ -441,6 +444,11 @@ def test_the_commands_show_a_hostile_member_harmlessly(told: str) -> None:
     assert not any(line.startswith("2026-01-01") for line in shown.splitlines())
 
 
-def test_a_name_that_cannot_be_sent_is_the_users_error() -> None:
+@pytest.mark.parametrize("name", ["two\nlines", "a b", "w\u043erker", ".hidden"])
+def test_a_name_that_others_would_refuse_is_refused_here(name: str) -> None:
+    with pytest.raises(ConfigError, match="letters, digits"):
+        Client("127.0.0.1:9", fleet_key=FleetKey(b"k" * 32), node_id=name)
     with pytest.raises(LocalProtocolError):
-        codec.encode_client(messages.Request(request_id=1, deadline_ms=1, body=messages.CreateSession(label="\ud800")))
+        LocalNode(node_id=name, identity=IDENTITY, roles=("cache",), incarnation=1, software="")
+    with pytest.raises(LocalProtocolError):
+        LocalNode(node_id="n", identity=IDENTITY, roles=(name,), incarnation=1, software="")
