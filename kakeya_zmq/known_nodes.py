@@ -21,6 +21,7 @@ from kakeya_zmq.protocol.identities import NODES_MAX
 from wire.errors import ConfigError
 from wire.keys import KEY_BYTES
 from wire.limits import NAME_CHARACTERS_MAX
+from wire.text import is_node_id
 
 KNOWN_NODES_FILE: Final = "known_nodes.json"
 FILE_BYTES_MAX: Final = NODES_MAX * (6 * NAME_CHARACTERS_MAX + 2 * KEY_BYTES + 16)
@@ -57,7 +58,7 @@ def _parse(data: bytes) -> dict[str, bytes]:
     found = {}
     for node_id, text in document.items():
         key = bytes.fromhex(text) if isinstance(text, str) else b""
-        if not 1 <= len(node_id) <= NAME_CHARACTERS_MAX or len(key) != KEY_BYTES:
+        if not is_node_id(node_id) or len(key) != KEY_BYTES:
             raise ValueError("not a node")
         found[node_id] = key
     return found

@@ -30,7 +30,7 @@ from kakeya_zmq.protocol.identities import CLIENT_ROLES
 from wire.cards import Card
 from wire.errors import ConfigError
 from wire.keys import KEY_BYTES
-from wire.limits import GIB, NAME_CHARACTERS_MAX
+from wire.limits import GIB
 from wire.messages import (
     AppendTokens,
     CloseSession,
@@ -44,6 +44,7 @@ from wire.messages import (
     RequestBody,
     SubmitJob,
 )
+from wire.text import is_node_id
 
 ROSTER_FILE: Final = "fleet.toml"
 FILE_BYTES_MAX: Final = 1024 * 1024
@@ -269,8 +270,10 @@ def _compatibility(values: Mapping[str, Any]) -> Compatibility | None:
 
 def _node(name: str, row: Any) -> RosterNode:
     where = f"node {name[:64]!r} of the roster"
-    if not isinstance(row, dict) or not 1 <= len(name) <= NAME_CHARACTERS_MAX:
+    if not isinstance(row, dict):
         raise ConfigError(f"{where} is not a table", remedy="write [nodes.NAME]")
+    if not is_node_id(name):
+        raise ConfigError(f"{where} has a name that no node can have", remedy="use letters, digits, '-', '_' and '.'")
     _only(row, {"key", "roles", "tenants", "admin"}, where)
     try:
         key = bytes.fromhex(row.get("key", ""))
