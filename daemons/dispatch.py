@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from kakeya_zmq.engine import CommandFailed
 from kakeya_zmq.engine_runner import EngineRunner
@@ -24,8 +24,10 @@ from kakeya_zmq.io.reactor import EffectQueue, Reactor, describe_exception
 from kakeya_zmq.protocol import effects as fx
 from wire.errors import FailureCode, KakeyaError, LocalProtocolError
 from wire.ids import NodeId
-from wire.messages import ProgressBody, ReplyBody, UpdateBody
+from wire.messages import Lookup, LookupReply, ProgressBody, ReleaseLease, ReplyBody, UpdateBody
 
+RELEASE_TIMEOUT_S: Final = 5.0
+"""Nobody waits for it; a lease that is not given back ends by itself."""
 _log = logging.getLogger(__name__)
 
 
@@ -81,6 +83,10 @@ class Dispatcher:
         self._requests: dict[fx.RequestKey, tuple[Machine, IncomingRequest]] = {}
         self._asks: dict[fx.AskId, tuple[Machine, OutgoingRequest | None]] = {}
         """None in place of a request: it could not be sent, and its failure is on the way."""
+        self._lookups: dict[fx.AskId, NodeId] = {}
+        """Open lookups, and who was asked: an answer comes with a lease."""
+        self._unwanted: set[fx.AskId] = set()
+        """Lookups that were cancelled; whose answers may be on the way."""
         self._lane_owners: dict[fx.LaneId, Machine] = {}
         self._ticket_owners: dict[fx.Ticket, Machine] = {}
         self._effects = EffectQueue(self._carry_out)
@@ -261,10 +267,16 @@ class Dispatcher:
                     self._fail_ask(ask, FailureCode.INTERNAL, "the request could not be sent")
                     raise
                 self._asks[ask] = (machine, request)
+                if isinstance(body, Lookup):
+                    self._lookups[ask] = node_id
             case fx.SendUpdate(ask=ask, body=update):
                 entry = self._asks.get(ask)
                 if entry is not None and entry[1] is not None:
                     entry[1].update(update)
+            case fx.CancelAsk(ask=ask) if ask in self._lookups:
+                # The answer may be under way, and with it a lease that somebody has to give back: it is awaited.
+                self._asks.pop(ask, None)
+                self._unwanted.add(ask)
             case fx.CancelAsk(ask=ask):
                 entry = self._asks.pop(ask, None)
                 if entry is not None and entry[1] is not None:
@@ -282,17 +294,30 @@ class Dispatcher:
 
     def _send(self, machine: Machine, client: ControlClient, ask: fx.AskId, body: Any, timeout_s: float) -> OutgoingRequest:
         def replied(reply: ReplyBody) -> None:
-            self._asks.pop(ask, None)
-            self.feed(machine, fx.AskReplied(ask, reply))
+            if self._ended(ask):
+                self.feed(machine, fx.AskReplied(ask, reply))
+            elif isinstance(reply, LookupReply) and any(reply.lease_id):
+                release = ReleaseLease(lease_id=reply.lease_id)
+                client.request(
+                    release, timeout_s=RELEASE_TIMEOUT_S, on_reply=lambda _: None, on_failure=lambda code, message: None
+                )
 
         def failed(code: FailureCode, message: str) -> None:
-            self._asks.pop(ask, None)
-            self.feed(machine, fx.AskFailed(ask, code, message))
+            if self._ended(ask):
+                self.feed(machine, fx.AskFailed(ask, code, message))
 
         def progressed(progress: ProgressBody) -> None:
             self.feed(machine, fx.AskProgressed(ask, progress))
 
         return client.request(body, timeout_s=timeout_s, on_reply=replied, on_failure=failed, on_progress=progressed)
+
+    def _ended(self, ask: fx.AskId) -> bool:
+        """Forget an ask that was answered; whether its machine still wants to know."""
+        self._asks.pop(ask, None)
+        self._lookups.pop(ask, None)
+        wanted = ask not in self._unwanted
+        self._unwanted.discard(ask)
+        return wanted
 
     def _run(self, machine: Machine, effect: fx.RunCommand | fx.CancelCommand) -> None:
         runner = self.runner

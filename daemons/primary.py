@@ -230,6 +230,7 @@ class Primary:
             settings=self._preparation_settings(),
             hints=hints,
             no_worker="" if workers else self._no_worker(set(options.exclude_nodes), now),
+            is_connected=lambda node_id: self.node.peers.find(node_id) is not None,
         )
         return PromptPreparation(
             task,
@@ -373,7 +374,8 @@ class Primary:
         """Why there is no worker to ask, in one line."""
         known = {card.node_id for card in self.node.directory.peers(now) if card.worker is not None}
         if not known:
-            return "no worker is known"
+            static = bool(self._settings.worker)
+            return "the node of --worker is not connected" if static else "no worker is known"
         if known <= excluded:
             return "all workers are excluded"
         if all(self.node.peers.find(name) is None for name in known - excluded):

@@ -92,6 +92,8 @@ def describe_gap(chain: Chain, requirement: Requirement, has: Presence, position
         position: what :func:`best_boundary` returned for the same ``has``.
     """
     for index, block in enumerate(chain.blocks):
+        if block.start < position < block.end:
+            return f"nothing that is stored goes on from token {position}"
         if block.end > position:
             return _describe_missing(chain, requirement, has, index, position)
     return ""

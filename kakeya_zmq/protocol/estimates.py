@@ -118,8 +118,9 @@ class Estimates:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """The task's workers; those with more free memory first, since equal costs keep their order."""
-        return tuple(sorted(self._task.workers, key=lambda worker: (-worker.free_memory_bytes, worker.node_id)))
+        """The task's workers that are connected; those with more free memory first, since equal costs keep their order."""
+        connected = [worker for worker in self._task.workers if self._task.is_connected(worker.node_id)]
+        return tuple(sorted(connected, key=lambda worker: (-worker.free_memory_bytes, worker.node_id)))
 
     def worth_a_job(self, tokens: int) -> bool:
         return tokens > 0 and (self._task.remote_required or tokens >= self._task.settings.remote_minimum_tokens)

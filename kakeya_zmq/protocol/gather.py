@@ -1,9 +1,9 @@
 """Gathering: ask cache holders what they hold of a prefix, and fetch the parts that are missing.
 
 Rules
- 1. All peers are asked at once. Nobody waits for a slow one: the open lookups are cancelled as soon as what is known covers
-    the whole prompt, or they have been awaited for as long as the best answer they could give would save, and at the lookup
-    timeout at the latest.
+ 1. All peers are asked at once. Nobody waits for a slow one: fetching begins as soon as what is known covers the whole
+    prompt, or the open lookups have been awaited for as long as the best answer they could give would save, and at the
+    lookup timeout at the latest. What is answered later tells where to go when a fetch fails.
  2. Only missing parts are fetched, from the peer with the best link that holds them, side by side when they lie apart.
  3. A fetch that fails costs its peer the trust of this prompt; what arrived is kept, and the rest is planned anew over those
     that are left: another peer, or else a shorter prefix. A peer that no longer has what it had announced, and says so, is
@@ -223,6 +223,8 @@ class Gathering:
 
     def _lookup_event(self, peer: Peer, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
         effects: list[Effect] = []
+        if self.phase is not GatherPhase.LOOKING and not isinstance(event, AskProgressed):
+            return self._late_lookup(peer, event)
         match event:
             case AskReplied(body=LookupReply() as reply):
                 peer.lookup = None
@@ -239,6 +241,20 @@ class Gathering:
             case AskProgressed():
                 return []
         return [*effects, *self._after_lookup(now)]
+
+    def _late_lookup(self, peer: Peer, event: AskReplied | AskFailed) -> list[Effect]:
+        """An answer that nobody waited for: it tells whom to ask when a fetch fails, and its lease is to be given back."""
+        peer.lookup = None
+        if not isinstance(event, AskReplied) or not isinstance(event.body, LookupReply):
+            return []
+        if self.phase is GatherPhase.FINISHED:
+            peer.lease_id = event.body.lease_id
+            return self._release_leases()
+        try:
+            self._note_presence(peer, event.body)
+        except RemoteProtocolError:
+            return self._distrust(peer, "broke the protocol in its lookup reply")
+        return []
 
     def _note_presence(self, peer: Peer, reply: LookupReply) -> None:
         for tail in peer.take_reply(reply, self._asked, self._ends, self._is_own_tokens):
@@ -280,10 +296,9 @@ class Gathering:
             self._holdings.reason(f"{names} had not answered when waiting could save nothing any more")
 
     def _begin_fetching(self, now: float) -> list[Effect]:
-        effects = self._drop_lookups()
         self.phase = GatherPhase.FETCHING
         self._stage_deadline = now + self._settings.fetch_timeout_s
-        return [*effects, *self._plan(now)]
+        return self._plan(now)
 
     def _drop_lookups(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -304,7 +319,8 @@ class Gathering:
     def _plan(self, now: float) -> list[Effect]:
         """Ask for what the deepest position lacks; finish when nothing is lacking, nothing is left, or it does not pay."""
         reach = self._reach()
-        if reach.position < self._task.target:
+        # Without a peer that failed, what it held looks as if it had never been stored.
+        if reach.position < self._task.target and all(peer.trusted for peer in self._peers):
             gap = describe_gap(self._holdings.importable, self._task.facts.requirement, self._available, reach.position)
             self._holdings.reason(f"known cache contents end at token {reach.position}: {gap}" if gap else "")
         if reach.position <= self._floor or not self._holdings.missing(reach):
@@ -460,8 +476,14 @@ class Gathering:
 
     def _fail(self, peer: Peer, what: str, now: float, *, slow: bool = False) -> list[Effect]:
         count = Count("hedges") if slow else Count("fetch_failures")
+        self._spend_time(peer, now)
         effects = [*self._drop_fetch(peer, what), count, *self._distrust(peer, what)]
         return [*effects, *self._plan(now)]
+
+    def _spend_time(self, peer: Peer, now: float) -> None:
+        """Account for the time of a fetch that came to nothing."""
+        if peer.fetch is not None:
+            self._holdings.spend(self._origin(peer), 0, (now - peer.fetch.started) * 1000.0)
 
     def _drop_fetch(self, peer: Peer, reason: str) -> list[Effect]:
         fetch, peer.fetch = peer.fetch, None
@@ -484,12 +506,13 @@ class Gathering:
             for peer in self._peers:
                 if peer.lookup is not None:
                     effects += self._distrust(peer, "did not answer a lookup in time")
-            return [*effects, *self._begin_fetching(now)]
+            return [*effects, *self._drop_lookups(), *self._begin_fetching(now)]
         if now >= self._stage_deadline:
             late_names = ", ".join(peer.name for peer in self._peers if peer.fetch is not None)
             effects = self._holdings.fallback(f"fetching from {late_names} took too long")
             for peer in self._peers:
                 if peer.fetch is not None:
+                    self._spend_time(peer, now)
                     effects += [*self._drop_fetch(peer, "fetch timed out"), Count("fetch_failures")]
             return [*effects, *self._finish()]
         late = [peer for peer in self._peers if peer.fetch and peer.fetch.lane is None and now >= peer.fetch.grant_deadline]

@@ -97,7 +97,10 @@ class GatherChoice:
             routes += estimates.imports(at_hand, reach, shares, workers)
         if estimates.worth_a_job(self._task.target - at_hand):
             base = self._holdings.job_base()
-            routes += [estimates.job(worker, base, at_hand) for worker in workers]
+            # From a worker that holds everything the parts are fetched, as from any other node: there is nothing to compute.
+            fetched = reach == self._task.target
+            jobs = [worker for worker in workers if not (fetched and estimates.job_tokens(worker.node_id) == 0)]
+            routes += [estimates.job(worker, base, at_hand) for worker in jobs]
         return choose_route(
             [*routes, estimates.here(at_hand)],
             minimum_savings_ratio=self._settings.minimum_savings_ratio,

@@ -243,11 +243,14 @@ class Holdings:
         return bool(self._alternatives)
 
     def _cut_to_budget(self, chain: Chain) -> Chain:
+        """The chain as far as what is not in the own store fits the import limit."""
         task, sizes = self._task, self._task.facts.part_bytes_per_token
+        own = best_boundary(chain, self._requirement, self._has_stored)
+        limit_bytes = task.settings.max_import_bytes + (own * sizes[PartKind.FULL] if self._requirement.full else 0)
         fitting = tuple(
             block
             for block in chain.blocks
-            if estimate_bytes(block.end, self._requirement, sizes) <= task.settings.max_import_bytes
+            if block.end <= own or estimate_bytes(block.end, self._requirement, sizes) <= limit_bytes
         )
         return chain if len(fitting) == len(chain.blocks) else Chain(chain.block_tokens, fitting)
 

@@ -411,6 +411,7 @@ class Offload:
         attempt = self._attempt
         if attempt is None:
             return []
+        self._holdings.spend((SourceKind.WORKER, attempt.node_id), 0, (now - attempt.started) * 1000.0)
         effects = self._drop_attempt(what)
         effects.append(Count("hedges") if slow else Count("remote_job_failures"))
         if slow:

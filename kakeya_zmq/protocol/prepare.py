@@ -403,12 +403,8 @@ class PromptPreparation:
             return [*early, *self._run_import(reach, FinishImport(task.session_id))]
         parts = holdings.collect(reach, now)
         self._imported_bytes = sum(part.payload.nbytes for part in parts or ())
-        if parts is None or self._imported_bytes > task.settings.max_import_bytes:
-            text = (
-                "a part was evicted or damaged before its import"
-                if parts is None
-                else "the prefix is larger than the import limit"
-            )
+        if parts is None:
+            text = "a part was evicted or damaged before its import"
             effects = holdings.fallback(text)
             if task.remote_required:
                 self._failure = text

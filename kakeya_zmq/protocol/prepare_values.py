@@ -118,6 +118,10 @@ class PreparationSettings:
             raise LocalProtocolError("preparation thresholds out of range")
 
 
+def _always(node_id: NodeId) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class PreparationTask:
     """One append on one inference session: bring its KV from ``live_position`` to ``target``.
@@ -140,6 +144,8 @@ class PreparationTask:
     """Why nodes that might have helped cannot, for example "worker w is not compatible: rope_hash differs"."""
     no_worker: str = "no worker is known"
     """Why ``workers`` is empty, when it is."""
+    is_connected: Callable[[NodeId], bool] = _always
+    """Whether a node can be asked now; what was known at the beginning of a long prompt may have ended."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0 or self.chain.tokens != self.target:

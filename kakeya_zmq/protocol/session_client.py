@@ -289,8 +289,9 @@ class ClientSession:
         self._greeting = None
         if self._line is not None:
             self._line = None
-            self._fail_sent(f"the session was lost: {reason}", effects)
+            # First that the peer is gone: whoever is told of a failure may ask again, and must not ask it.
             effects.append(SessionDown(reason))
+            self._fail_sent(f"the session was lost: {reason}", effects)
 
     def _retire(self, reason: str, now: float, effects: list[ClientEffect]) -> None:
         """Give this socket up and try another one later."""

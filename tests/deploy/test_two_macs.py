@@ -129,9 +129,7 @@ def test_the_longest_held_prefix_is_used(macs: TwoMacs, reference: Reference) ->
             assert SourceKind.WORKER in asked(client, whole[:length]).reused
             macs.wait_contents_told()
         before, computed = client.status(), figure(worker, "prefill", "job_tokens_computed")
-        said = asked(client, whole[:longer], policy=PrefillPolicy.REMOTE_REQUIRED)
-        assert said.reused == {SourceKind.REMOTE_CACHE: longer - 1}, "looked up and fetched, not a token computed"
-        assert said.tokens == reference.answer(whole[:longer], COUNT)
+        assert_served_from_what_is_held(macs, reference, whole[:longer])
         # Longer than all that is held: only what is beyond the longest of it is computed, by whichever machine.
         said = asked(client, whole)
         assert said.tokens == reference.answer(whole, COUNT)
@@ -309,14 +307,26 @@ def test_a_worker_with_shut_bulk_ports_is_left_alone_and_used_again(macs: TwoMac
 
 
 def assert_used(macs: TwoMacs, reference: Reference, seed: int) -> None:
-    """The worker computes a new prompt, and its cache serves the same one again."""
+    """The worker computes a new prompt, and what it holds since then serves the same one again."""
     tokens = prompt(600, seed=seed)
     with macs.head.client() as client:
-        for expected in (SourceKind.WORKER, SourceKind.REMOTE_CACHE):
-            said = asked(client, tokens, policy=PrefillPolicy.REMOTE_REQUIRED)
-            macs.wait_contents_told()
-            assert said.tokens == reference.answer(tokens, COUNT)
-            assert said.reused == {expected: len(tokens) - 1}
+        said = asked(client, tokens, policy=PrefillPolicy.REMOTE_REQUIRED)
+    assert said.tokens == reference.answer(tokens, COUNT)
+    assert said.reused == {SourceKind.WORKER: len(tokens) - 1}
+    macs.wait_contents_told()
+    assert_served_from_what_is_held(macs, reference, tokens)
+
+
+def assert_served_from_what_is_held(macs: TwoMacs, reference: Reference, tokens: list[int]) -> None:
+    """All of it comes from the other machine, by a fetch or a job, and not a token is computed."""
+    with macs.head.client() as client, macs.worker.client() as worker:
+        before, computed = client.status(), figure(worker, "prefill", "job_tokens_computed")
+        said = asked(client, tokens, policy=PrefillPolicy.REMOTE_REQUIRED)
+        assert said.tokens == reference.answer(tokens, COUNT)
+        assert said.reused.keys() <= {SourceKind.REMOTE_CACHE, SourceKind.WORKER}
+        assert sum(said.reused.values()) == len(tokens) - 1
+        assert growth(before, client.status())["tokens_computed"] == 0
+        assert figure(worker, "prefill", "job_tokens_computed") == computed
 
 
 # --- completed and KV-assisted token counters increase after live calls ----------------------------------------------------
@@ -337,7 +347,7 @@ def test_counters_grow_and_the_dashboard_shows_them(macs: TwoMacs) -> None:
 
         macs.wait_shown_now()
         before, shown_before = figures(), shown()
-        # A new prompt, the same from the worker's cache, and, since it went through the own cache, once more from there.
+        # A new prompt, the same from what the worker holds, and, since it went through the own cache, once more from there.
         for use_local_cache in (False, True, True):
             asked(client, tokens, policy=PrefillPolicy.REMOTE_REQUIRED, use_local_cache=use_local_cache)
             macs.wait_contents_told()
@@ -346,8 +356,8 @@ def test_counters_grow_and_the_dashboard_shows_them(macs: TwoMacs) -> None:
         shown_after = shown()
     grown = {name: after[name] - before[name] for name in names}
     assert {name: shown_after[name] - shown_before[name] for name in names} == grown
+    assert grown.pop("remote_jobs") in (1, 2), "what the worker holds comes by a fetch or a job"
     assert grown == {
-        "remote_jobs": 1,
         "remote_hits": 2,
         "local_hits": 1,
         "tokens_reused": 3 * (len(tokens) - 1),

@@ -118,7 +118,8 @@ def _broken(*, normal: tuple[Step, ...] = tuple(Step), network: Network = Networ
     """What every way of losing the other node must look like; ``normal``: the steps that are tested in every run."""
     seen: dict[Step, tuple[tuple[str, ...], str]] = {
         Step.LOOKUP: ((FALLBACKS,), "cache cache"),
-        Step.LEASE: ((FALLBACKS,), "cache cache"),
+        # The worker, which is waited for, holds nothing of the prompt: its job takes as long with or without the leased blocks.
+        Step.LEASE: ((), "connection to cache lost"),
         Step.FETCH: ((FALLBACKS, FETCH_FAILED), "cache cache"),
         Step.SUBMIT: ((FALLBACKS, JOB_FAILED), "worker worker"),
         Step.RUN: ((FALLBACKS, JOB_FAILED), "worker worker"),
@@ -131,7 +132,7 @@ def _broken(*, normal: tuple[Step, ...] = tuple(Step), network: Network = Networ
 
 def _silent(row: dict[Step, Entry]) -> dict[Step, Entry]:
     """The other node says nothing, and its connection stays: the short-lived cards of the tests expire first."""
-    gone = (Step.GOSSIP, Step.DECODE)
+    gone = (Step.LEASE, Step.GOSSIP, Step.DECODE)
     return {
         step: replace(entry, says="cache is gone") if step in gone and isinstance(entry, Cell) else entry
         for step, entry in row.items()

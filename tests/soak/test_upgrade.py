@@ -30,6 +30,8 @@ PRIMARIES = {WITNESS: OLD, SECOND: NEW}
 NEVER = ("import_failures", "parts_refused", "machine_failures", "effect_failures", "capture_mismatches")
 """Counters that stay at 0 when no node takes another's format for its own."""
 LONG_S = 120.0
+GROWTH_OF_A_SHORT_RUN_BYTES_MAX = 3 * GROWTH_BYTES_MAX
+"""A process is still warming up then: only what grows fast shows."""
 FINGERPRINT_SHOWN = 16
 """Digits of it in a node's status."""
 REMOTE = {"policy": PrefillPolicy.REMOTE_REQUIRED, "use_local_cache": False}
@@ -92,11 +94,12 @@ def test_operating_a_fleet_of_two_formats_breaks_and_mixes_nothing(
     assert done["tokens of others"] > 0
     assert sum(operator.done.values()) >= duration_s / 20
     assert duration_s < LONG_S or set(operator.done) == set(KINDS)
-    assert last.memory_bytes - first.memory_bytes <= GROWTH_BYTES_MAX, f"memory grows: {first}, {last}"
+    spare_bytes = GROWTH_BYTES_MAX if duration_s >= LONG_S else GROWTH_OF_A_SHORT_RUN_BYTES_MAX
+    assert last.memory_bytes - first.memory_bytes <= spare_bytes, f"memory grows: {first}, {last}"
     assert last.descriptors - first.descriptors <= DESCRIPTORS_SPARE, f"descriptors grow: {first}, {last}"
     assert last.threads - first.threads <= DESCRIPTORS_SPARE, f"threads grow: {first}, {last}"
     restore(operations)
-    print("NEW FILES", set(operations.fleet.home.rglob("*")) - files)
+    assert set(operations.fleet.home.rglob("*")) <= files, "nodes that come and go leave files behind"
     assert_nothing_left(operations.fleet)
     assert_not_mixed(operations, reference, seed)
 

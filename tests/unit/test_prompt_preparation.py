@@ -295,12 +295,18 @@ def test_a_store_without_room_costs_nothing_but_later_hits() -> None:
     assert d.count("hot_store_failures") > 0
 
 
-def test_parts_over_the_import_limit_are_not_imported() -> None:
+def test_the_import_limit_is_about_what_comes_from_elsewhere() -> None:
     limits = PreparationSettings(remote_minimum_tokens=8, max_import_bytes=100)
     d = desk(71, FULL, store=new_store(parts_of(71, 70)), settings=limits)
     d.run_engine()
-    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 32), (SourceKind.COMPUTED, 32, 70)]
-    assert "only the first 32 tokens fit into the import limit" in d.ready().explanation.reasons
+    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 70)]
+    d = desk(71, FULL, store=new_store(parts_of(71, 16)), caches=["a"], settings=limits)
+    d.feed(found(d.asks(Lookup)[0], parts_of(71, 70)))
+    ask, fetch = fetch_of(d)
+    d.deliver(d.grant(ask.ask), pick(71, fetch.parts))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.HOT, 0, 16), (SourceKind.REMOTE_CACHE, 16, 48), (SourceKind.COMPUTED, 48, 70)]
+    assert "only the first 48 tokens fit into the import limit" in d.ready().explanation.reasons
 
 
 def test_a_refused_import_drops_the_parts_and_computes_everything() -> None:
@@ -333,7 +339,7 @@ def test_a_remote_hit_is_fetched_promoted_imported_and_explained() -> None:
     first, second = d.asks(Lookup)
     assert (first.node_id, second.node_id) == ("a", "b")
     d.feed(found(first, parts_of(71, 70), (own_tail(70, FULL, 71),)))
-    assert d.all(CancelAsk) == [CancelAsk(second.ask)], "nobody waits for b"
+    assert d.all(CancelAsk) == [], "nobody waits for b, but what it answers may be of use"
     ask, fetch = fetch_of(d)
     assert fetch.lease_id == LEASE
     assert len(fetch.parts) == 3, "two blocks are at home"
@@ -347,12 +353,38 @@ def test_a_remote_hit_is_fetched_promoted_imported_and_explained() -> None:
     d.feed(AskReplied(ask.ask, TransferResult(sent_parts=3, sent_bytes=144)))
     d.run_engine()
     outcome = d.ready()
+    assert d.all(CancelAsk) == [CancelAsk(second.ask)], "now nothing of it is"
     assert kinds(outcome) == [(SourceKind.HOT, 0, 32), (SourceKind.REMOTE_CACHE, 32, 70)]
     source = outcome.explanation.sources[1]
     assert (source.node_id, source.transfer_bytes, source.elapsed_ms) == ("a", 144, 500.0)
     assert (d.count("remote_hits"), d.count("hot_promotions"), d.count("bytes_received")) == (1, 3, 144)
     assert store.has(lane.wanted[-1], fingerprint=FINGERPRINT)
     assert outcome.new_parts == (), "what a cache already has is not published"
+
+
+@pytest.mark.parametrize("late", ["in the fetch", "after it"])
+def test_a_late_answer_to_a_lookup_is_the_other_holder_or_its_lease_is_given_back(late: str) -> None:
+    d = desk(65, FULL, caches=["a", "b"], workers=["w"])
+    first, second = d.asks(Lookup)
+    d.feed(found(first, parts_of(65, 64)))
+    ask, fetch = fetch_of(d)
+    if late == "in the fetch":
+        d.feed(found(second, parts_of(65, 64)))
+        d.feed(AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"))
+        other, again = fetch_of(d)
+        assert (other.node_id, set(again.parts)) == ("b", set(fetch.parts))
+        d.deliver(d.grant(other.ask), pick(65, again.parts))
+        d.run_engine()
+        assert kinds(d.ready()) == [(SourceKind.REMOTE_CACHE, 0, 64)]
+    else:
+        d.feed(AskFailed(ask.ask, FailureCode.UNAVAILABLE, "gone"))
+        job, _ = job_of(d)
+        given_back = len(d.asks(ReleaseLease))
+        d.feed(found(second, parts_of(65, 64)))
+        assert [release.node_id for release in d.asks(ReleaseLease)[given_back:]] == ["b"]
+        d.feed(AskFailed(job.ask, FailureCode.UNAVAILABLE, "gone"))
+        d.run_engine()
+        assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 64)]
 
 
 def test_the_result_of_a_fetch_is_not_awaited_but_its_ask_is_closed() -> None:
