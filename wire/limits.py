@@ -68,11 +68,6 @@ PARTS_PER_REQUEST_MAX: Final = 16_384
 
 # --- time, milliseconds ------------------------------------------------------------------------------------------
 HANDSHAKE_INTERVAL_MS: Final = 5_000
-HEARTBEAT_INTERVAL_MS: Final = 5_000
-HEARTBEAT_TIMEOUT_MS: Final = 30_000
-"""Must be far above the time one chunk takes on the slowest link (libzmq#2709)."""
-HEARTBEAT_TTL_MS: Final = 30_000
-"""libzmq wraps at 65,535 (libzmq#4226)."""
 LEASE_MS_DEFAULT: Final = 30_000
 
 
@@ -91,6 +86,4 @@ def check_limits() -> None:
     assert MANIFEST_BYTES_MAX <= CHUNK_BYTES_MAX
     assert LINK_FRAME_BYTES < CHUNK_OVERHEAD_BYTES
     assert PART_BYTES_MAX <= TRANSFER_BYTES_MAX
-    assert HEARTBEAT_TTL_MS <= 65_535
-    assert HEARTBEAT_INTERVAL_MS < HEARTBEAT_TIMEOUT_MS
     assert BLOCK_TOKENS_MIN <= BLOCK_TOKENS_DEFAULT <= BLOCK_TOKENS_MAX

@@ -110,7 +110,7 @@ def test_profiles_bound_every_socket(kind: int, profile: sockets.SocketProfile) 
         assert profile.message_bytes_max >= 4 * limits.KIB  # less than 276 breaks the handshake itself
         assert socket.getsockopt(zmq.LINGER) == profile.linger_ms
         assert socket.getsockopt(zmq.RCVHWM) == profile.queue_messages > 0
-        assert socket.getsockopt(zmq.HEARTBEAT_TTL) == limits.HEARTBEAT_TTL_MS
+        assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
         assert socket.getsockopt(zmq.HANDSHAKE_IVL) == limits.HANDSHAKE_INTERVAL_MS
         assert socket.getsockopt(zmq.IDENTITY) == b""
         with pytest.raises(LocalProtocolError):
