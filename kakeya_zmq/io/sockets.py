@@ -8,8 +8,8 @@ Rules, each learnt from a public thread or an experiment:
 4. A security domain is never empty: without one libzmq asks nobody and lets everybody in.
 5. A socket belongs to the thread that made it; other threads reach that thread through a :class:`WakeUp`.
 6. No ZMTP heartbeats. libzmq 4.3.5 aborts the process when a heartbeat is due on a connection that has ended while its
-   receiving queue was full (``Assertion failed: !_io_error``: timer_event in stream_engine_base.cpp writes without asking). The
-   sessions ping by themselves, lanes have their clocks, and TCP keepalive finds connections whose other end has vanished.
+   receiving queue was full (``Assertion failed: !_io_error``: timer_event in stream_engine_base.cpp does not ask). Sessions
+   ping by themselves, lanes have their clocks, and TCP keepalive finds connections whose other end has vanished.
 """
 
 from __future__ import annotations
