@@ -118,7 +118,7 @@ def _broken(*, normal: tuple[Step, ...] = tuple(Step), network: Network = Networ
     """What every way of losing the other node must look like; ``normal``: the steps that are tested in every run."""
     seen: dict[Step, tuple[tuple[str, ...], str]] = {
         Step.LOOKUP: ((FALLBACKS,), "cache cache"),
-        # The worker, which is waited for, holds nothing of the prompt: a job takes as long with or without the leased blocks.
+        # The worker, which is waited for, holds nothing of it: a job takes as long with or without the leased blocks.
         Step.LEASE: ((), "connection to cache lost"),
         Step.FETCH: ((FALLBACKS, FETCH_FAILED), "cache cache"),
         Step.SUBMIT: ((FALLBACKS, JOB_FAILED), "worker worker"),
