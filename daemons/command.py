@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from daemons.bench_flags import add_bench_commands
-from daemons.console import fail
+from daemons.console import fail, tolerate_narrow_output
 from daemons.daemon_flags import add_daemons
 from daemons.dashboard_flags import add_dashboard_commands
 from daemons.exit_codes import (
@@ -79,6 +79,7 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. No traceback reaches the user unless KAKEYA_DEBUG is set."""
     try:
+        tolerate_narrow_output()
         options = build_parser().parse_args(arguments)
         # Asked to stop by a service manager or a closed terminal: clean up as for Ctrl-C. Daemons set handlers of their own.
         for number in (signal.SIGTERM, signal.SIGHUP):

@@ -8,6 +8,7 @@ Much of it was written by other nodes, so all of it passes through :mod:`wire.te
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +77,13 @@ class Console:
                 bar.update(task, completed=int(done), total=int(total))
 
             yield show
+
+
+def tolerate_narrow_output() -> None:
+    """Characters that the output's encoding has not are written as escapes: a name must not end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def command_name() -> str:

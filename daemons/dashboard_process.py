@@ -5,12 +5,13 @@ It is no member of the fleet: the fleet works without it, so what goes wrong wit
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from daemons.fleet import Member, Starting, deferred_signals, run_folder, stop_members
+from daemons.fleet import Member, Starting, deferred_signals, run_folder, stop_members, unwritable
 from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address
@@ -53,12 +54,18 @@ def start_dashboard(tell: Callable[[str], None], *, ephemeral: bool) -> Member |
             starting.stop()
         tell(f"the fleet runs without a dashboard: {error}")
         return None
+    except OSError as error:
+        if starting is not None:
+            starting.stop()
+        tell(f"the fleet runs without a dashboard: {unwritable(error)}")
+        return None
     except BaseException:
         if starting is not None:
             starting.stop()
         raise
     finally:
-        ready_file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            ready_file.unlink(missing_ok=True)
 
 
 def stop_dashboard(tell: Callable[[str], None]) -> int:
@@ -66,7 +73,8 @@ def stop_dashboard(tell: Callable[[str], None]) -> int:
     member = running_dashboard()
     if member is not None:
         stop_members([member], tell)
-    _note().unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # it names a process that is gone, and is passed over
+        _note().unlink(missing_ok=True)
     return 1 if member is not None else 0
 
 

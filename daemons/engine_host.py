@@ -12,6 +12,7 @@ from daemons.decode_child import child_settings
 from daemons.dispatch import Dispatcher
 from daemons.engine_loading import load_model
 from kakeya_zmq.calibration import measure_prefill
+from kakeya_zmq.compat import check_field_names
 from kakeya_zmq.config import Settings
 from kakeya_zmq.decode_worker.engine import DecodeWorkerEngine
 from kakeya_zmq.decode_worker.values import WorkerSettings
@@ -59,7 +60,7 @@ def parse_assertions(texts: tuple[str, ...]) -> dict[str, str | int]:
     """``field=value`` pairs; whole numbers become integers.
 
     Raises:
-        ConfigError: a text without ``=``.
+        ConfigError: a text without ``=``, or a field that there is none of.
     """
     asserted: dict[str, str | int] = {}
     for text in texts:
@@ -68,6 +69,7 @@ def parse_assertions(texts: tuple[str, ...]) -> dict[str, str | int]:
             raise ConfigError(f"--assert-compatibility {text!r} is not field=value", remedy="for example window_size=2048")
         value = value.strip()
         asserted[name.strip()] = int(value) if value.isdigit() and name.strip().endswith(("_tokens", "_size")) else value
+    check_field_names(asserted)
     return asserted
 
 

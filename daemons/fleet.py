@@ -126,9 +126,23 @@ def start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, .
     """Start what the plan names and is not running yet; wait until all serve.
 
     Raises:
-        ConfigError: a daemon refused to start; its last log line says why.
+        ConfigError: a daemon refused to start, its last log line says why; or files under the home cannot be written.
         RequestFailed: DEADLINE_EXCEEDED, one did not get ready in time.
     """
+    try:
+        return _start_fleet(plan, tell)
+    except OSError as error:
+        raise unwritable(error) from None
+
+
+def unwritable(error: OSError) -> ConfigError:
+    """What to tell of a file of the fleet that cannot be made or written."""
+    what = error.filename if isinstance(error.filename, str) else "a file under the home"
+    reason = error.strerror or type(error).__name__
+    return ConfigError(f"{what} cannot be used: {reason}", remedy="check the owner and mode of KAKEYA_HOME, and its disk")
+
+
+def _start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, ...]:
     if ensure_psk(default_psk_file()):
         tell("made a new fleet key (mode 0600)")
     running = {member.role: member for member in live_members()}
@@ -313,9 +327,15 @@ def stop_members(members: Sequence[Member], tell: Callable[[str], None]) -> None
         if not member.alive:
             continue
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(member.pid)
+            processes.append(psutil.Process(member.pid))
+    stop_processes(processes, tell)
+
+
+def stop_processes(processes: Sequence[psutil.Process], tell: Callable[[str], None]) -> None:
+    """As :func:`stop_members`."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-            processes.append(process)
     _, stubborn = psutil.wait_procs(processes, timeout=STOP_TIMEOUT_SECONDS)
     for process in stubborn:
         tell(f"process {process.pid} did not stop in time and was killed")
@@ -325,10 +345,44 @@ def stop_members(members: Sequence[Member], tell: Callable[[str], None]) -> None
 
 
 def stop_fleet(tell: Callable[[str], None]) -> int:
-    """Stop everything noted; how many were running."""
+    """Stop everything noted, and what was started here without being noted; how many were running.
+
+    Raises:
+        ConfigError: the notes of what ran cannot be removed.
+    """
     from daemons.dashboard_process import stop_dashboard
 
     members = live_members()
     stop_members(members, tell)
-    (run_folder() / "fleet.json").unlink(missing_ok=True)
-    return len(members) + stop_dashboard(tell)
+    count = len(members) + stop_dashboard(tell)
+    unnoted = started_here()
+    if unnoted:
+        tell("stopping processes that `kakeya up` started here, and that its notes under run/ do not tell of")
+        stop_processes(unnoted, tell)
+    try:
+        (run_folder() / "fleet.json").unlink(missing_ok=True)
+    except OSError as error:
+        raise unwritable(error) from None
+    return count + len(unnoted)
+
+
+def started_here() -> list[psutil.Process]:
+    """Running processes that ``kakeya up`` started for this home, by the ready file that it named to them.
+
+    The notes of what runs may be damaged, or may not have been written when ``kakeya up`` was killed.
+    """
+    folder = run_folder().absolute()
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            if words[1:3] != ["-m", "daemons"] or "--ready-file" not in words[:-1]:
+                continue
+            ready_file = Path(process.cwd(), words[words.index("--ready-file") + 1])
+            if _same_folder(ready_file.parent, folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def _same_folder(one: Path, other: Path) -> bool:
+    return one == other or one.resolve() == other.resolve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +10,15 @@ from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.known_nodes import forget_node
 from wire.errors import ConfigError, SecretFileError
 from wire.keyring import KeyRing
-from wire.keys import KEY_BYTES, PSK_BYTES_MIN, FleetKey, NodeIdentity, read_secret_file, write_secret_file
+from wire.keys import (
+    KEY_BYTES,
+    PSK_BYTES_MIN,
+    FleetKey,
+    NodeIdentity,
+    load_or_create_tenant_key,
+    read_secret_file,
+    write_secret_file,
+)
 
 ACTIONS: Final = ("new", "rotate", "retire", "telemetry", "forget", "show")
 KEY_ID_DIGITS: Final = 16
@@ -93,13 +102,9 @@ def key_states(psk_file: Path) -> list[dict[str, Any]]:
     if rows[0]["usable"]:
         rows = [*_ring_states(psk_file)]
     for path in sorted((psk_file.parent / "tenants").glob("*.key")):
-        rows.append(_state(f"tenant {path.stem}", path, KEY_BYTES))
+        rows.append(_state(f"tenant {path.stem}", path, KEY_BYTES, _tenant_key))
     for path in sorted((kakeya_home() / "nodes").glob("*/identity.key")):
-        row = _state(f"identity of {path.parent.name}", path, KEY_BYTES)
-        if row["usable"]:
-            # Public, and what a roster wants.
-            row["state"] += f", public key {NodeIdentity.load_or_create(path).public_key.hex()}"
-        rows.append(row)
+        rows.append(_state(f"identity of {path.parent.name}", path, KEY_BYTES, _identity))
     return rows
 
 
@@ -115,9 +120,25 @@ def _ring_states(psk_file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _state(name: str, path: Path, minimum_bytes: int) -> dict[str, Any]:
+def _tenant_key(path: Path) -> str:
+    load_or_create_tenant_key(path)
+    return ""
+
+
+def _identity(path: Path) -> str:
+    # Public, and what a roster wants.
+    return f", public key {NodeIdentity.load_or_create(path).public_key.hex()}"
+
+
+def _nothing_more(path: Path) -> str:
+    return ""
+
+
+def _state(name: str, path: Path, minimum_bytes: int, load: Callable[[Path], str] = _nothing_more) -> dict[str, Any]:
+    """``load`` reads it as a daemon does, and may add to the line."""
     try:
         read_secret_file(path, minimum_bytes=minimum_bytes, what=name)
-    except SecretFileError as error:
+        more = load(path)
+    except (SecretFileError, ConfigError) as error:
         return {"key": name, "usable": False, "state": str(error)}
-    return {"key": name, "usable": True, "state": "ready, mode 0600"}
+    return {"key": name, "usable": True, "state": f"ready, mode 0600{more}"}

@@ -12,7 +12,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, assert_never
 
@@ -105,7 +105,13 @@ class Membership:
         self.exchanges = 0
         """Exchanges of cards this node has asked for."""
         self.peers = PeerTable(
-            reactor, local=local, fleet_key=fleet_key, identities=identities, on_up=self._up, on_down=self._down
+            reactor,
+            local=local,
+            fleet_key=fleet_key,
+            identities=identities,
+            on_up=self._up,
+            on_down=self._down,
+            on_passed_over=self._passed_over,
         )
         interval_s = settings.gossip_interval_s
         self.directory = dm.Directory(
@@ -305,6 +311,12 @@ class Membership:
         if node_id is not None:
             self._tell(dm.PeerDisconnected(node_id))
 
+    def _passed_over(self, node_id: str, count: int) -> None:
+        self._counters.add("endpoints_passed_over", count)
+        self._note(
+            "warning", f"{node_id} names endpoints that are not dialled: they are no plain IP addresses of a network here"
+        )
+
     def _listen(self, node_id: str, address: Address | None, key: FleetKey | None = None) -> None:
         """Listen to a node's bus there and nowhere else: what is not given up is dialled for ever."""
         before = self._buses.pop(node_id, None)
@@ -375,6 +387,20 @@ def announced_endpoints(settings: Settings, address: Address) -> tuple[Endpoint,
     if len(endpoints) > ENDPOINTS_MAX:
         raise ConfigError(f"{len(endpoints)} endpoints are too many", remedy=f"at most {ENDPOINTS_MAX}")
     return tuple(endpoints.values())
+
+
+def with_literal_hosts(endpoints: Sequence[Endpoint], literals: Mapping[str, str]) -> tuple[Endpoint, ...]:
+    """Endpoints by address and not by name, since others don't look names up; without those that have no literal."""
+    found: dict[str, Endpoint] = {}
+    for endpoint in endpoints:
+        address = parse_address(endpoint.address)
+        if literal := literals.get(address.host):
+            shown = str(Address(literal, address.port))
+            found.setdefault(
+                shown,
+                Endpoint(address=shown, network=endpoint.network, priority=endpoint.priority, key_id=endpoint.key_id),
+            )
+    return tuple(found.values())
 
 
 def parse_endpoint(text: str) -> Endpoint:

@@ -22,9 +22,10 @@ from daemons.askers import Askers
 from daemons.bulk import BulkShell
 from daemons.cache_budget import CacheBudget
 from daemons.dispatch import Dispatcher
-from daemons.membership import Membership, announced_endpoints, next_incarnation
+from daemons.membership import Membership, announced_endpoints, next_incarnation, with_literal_hosts
 from daemons.memory import peak_memory_bytes
 from daemons.node_lock import NodeLock
+from daemons.own_addresses import look_up
 from daemons.rotation import KeyedEndpoints
 from daemons.security import Security
 from daemons.telemetry_feed import NodeTelemetry
@@ -34,6 +35,7 @@ from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.engine import ModelFacts
 from kakeya_zmq.io.bus import Publisher as BusPublisher
 from kakeya_zmq.io.bus import Subscriber
+from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
@@ -49,6 +51,7 @@ from wire.cards import (
     HELD_NAMESPACES_MAX,
     CacheOffering,
     Card,
+    Endpoint,
     HeldNamespace,
     ModelOffering,
     WorkerOffering,
@@ -65,6 +68,9 @@ from wire.text import clean
 
 _log = logging.getLogger(__name__)
 
+NOT_READ = "long answers are asked for while those before have not been read"
+_LONG_ANSWERS = (ExchangeCards, GetRequests, GetStatus)
+"""Whoever asks for these and never reads would fill the backlog of the control server with them."""
 NOTES_KEPT = 100
 NOTE_REPEAT_SECONDS = 10.0
 """The same line is logged at most this often: a stranger knocking must not fill the log."""
@@ -176,7 +182,7 @@ class Node:
         self.membership.revocations = self.security.entitlement.revocations
         self.membership.revocations_told = self.security.entitlement.merge
         self.peers, self.directory = self.membership.peers, self.membership.directory
-        self.dispatcher = Dispatcher(reactor, find_client=self.peers.find, count=self.counters.add, note=self.note)
+        self.dispatcher = Dispatcher(reactor, find_client=self.find_asked, count=self.counters.add, note=self.note)
         self.dispatcher.observe = self.telemetry.observe
         self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes, quota_bytes=self._quota_bytes)
         access.is_held = self.store.holds_namespace
@@ -202,6 +208,11 @@ class Node:
         self.dispatcher.lanes = self.bulk
         self.dispatcher.add(self.cache_service, handles=self.cache_service.handles)
         self._cpu = psutil.Process()
+        self._look_up_own_names()
+
+    def find_asked(self, node_id: str) -> ControlClient | None:
+        """The connection to a node that may be asked for KV and work, if its session is up."""
+        return self.peers.find(node_id) if self.security.entitlement.access.may_be_asked(node_id) else None
 
     def _make_bus(self, key: FleetKey, address: Address) -> BusPublisher:
         return BusPublisher(
@@ -321,6 +332,17 @@ class Node:
             return parse_address(self.settings.advertise)
         return self.endpoints.address
 
+    def _announced(self) -> tuple[Endpoint, ...]:
+        return with_literal_hosts(announced_endpoints(self.settings, self.address), self._literals)
+
+    def _look_up_own_names(self) -> None:
+        """Learn the addresses behind the names that the settings announce, once: the reactor does not run yet."""
+        hosts = [parse_address(each.address).host for each in announced_endpoints(self.settings, self.address)]
+        self._literals = look_up(hosts)
+        for host in dict.fromkeys(hosts):
+            if host not in self._literals:
+                self.note("warning", "a host name of --advertise, --endpoint or --bind has no address: it is not announced")
+
     # --- notes -------------------------------------------------------------------------------------------------------
 
     def note(self, level: str, text: str) -> None:
@@ -356,6 +378,10 @@ class Node:
         if denied := self.security.entitlement.access.refusal(peer.node_id, peer.roles, incoming.body):
             self.security.count_refusal(denied, subject=peer.node_id)
             incoming.fail(FailureCode.PERMISSION_DENIED, denied)
+            return
+        if isinstance(incoming.body, _LONG_ANSWERS) and incoming.congested:
+            self.security.count_refusal(NOT_READ, subject=peer.node_id)
+            incoming.fail(FailureCode.RESOURCE_EXHAUSTED, NOT_READ)
             return
         match incoming.body:
             case ExchangeCards() as exchange:
@@ -454,7 +480,7 @@ class Node:
             software=self.local.software,
             platform=f"{platform.system()} {platform.machine()}",
             memory_bytes=psutil.virtual_memory().total,
-            endpoints=self.endpoints.card_endpoints(announced_endpoints(settings, self.address)),
+            endpoints=self.endpoints.card_endpoints(self._announced()),
             bus_port=self.endpoints.bus_port,
             models=models,
             cache=CacheOffering(

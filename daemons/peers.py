@@ -6,20 +6,24 @@ chooses; this shell opens and closes the control connections for it. Who is conn
 - seeds, for ever: whatever node answers there;
 - nodes that :meth:`PeerTable.ensure` was called for, until their card is gone;
 - a few more at a time that :meth:`PeerTable.reach` was called for, to exchange cards with.
+
+What only a card names is dialled as :class:`~kakeya_zmq.protocol.dialling.DialPlan` lets it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from kakeya_zmq.io.control_client import ControlClient, Keys
+from daemons.own_addresses import OwnInterfaces
+from kakeya_zmq.io.control_client import ControlClient, Keys, LinkState
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol import endpoints as em
+from kakeya_zmq.protocol.dialling import DialPlan
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from wire.cards import Card
@@ -55,6 +59,10 @@ class _Node:
     ensured: bool = False
     asked_at: float = 0.0
     due: float | None = None
+    passed_over: frozenset[str] = frozenset()
+    """Addresses of its card that are not dialled."""
+    down_because: str = ""
+    """What was told last of its being away; nothing while it is reached."""
 
     @property
     def passing(self) -> bool:
@@ -69,6 +77,7 @@ class PeerTable:
         identities: which key belongs to which node id; a book for each connection when None.
         on_up: called with the peer and its connection when a node is reached, again or through another endpoint.
         on_down: called with the node id (or None) and the reason when it is not any more, or cannot be.
+        on_passed_over: called with the node id and how many more addresses of its card are not dialled.
     """
 
     def __init__(
@@ -80,6 +89,7 @@ class PeerTable:
         identities: IdentityBook | None = None,
         on_up: Callable[[PeerInfo, ControlClient], None],
         on_down: Callable[[str | None, str], None],
+        on_passed_over: Callable[[str, int], None] = lambda node_id, count: None,
     ) -> None:
         self._reactor = reactor
         self._local = local
@@ -87,6 +97,10 @@ class PeerTable:
         self._identities = identities
         self._on_up = on_up
         self._on_down = on_down
+        self._on_passed_over = on_passed_over
+        self._own = OwnInterfaces(reactor.clock)
+        self._plan = DialPlan()
+        self._plan_due: float | None = None
         self._nodes: dict[str, _Node] = {}
         self._links: list[_Link] = []
         self._retiring: list[_Link] = []
@@ -95,7 +109,7 @@ class PeerTable:
         self._ended: Counter[str] = Counter()
         """What connections that were closed had counted."""
         self._due: float | None = None
-        reactor.add_deadline_source(lambda: self._due, self._tick)
+        reactor.add_deadline_source(self._deadline, self._tick)
 
     # --- whom to connect ---------------------------------------------------------------------------------------------
 
@@ -170,7 +184,8 @@ class PeerTable:
         self._links.clear()
         self._retiring.clear()
         self._nodes.clear()
-        self._due = None
+        self._plan = DialPlan()
+        self._due = self._plan_due = None
 
     # --- views ---------------------------------------------------------------------------------------------------
 
@@ -217,6 +232,18 @@ class PeerTable:
             if shown is not None:
                 network = next((offer.network for offer in node.choice.offers() if offer.address == shown.address), "")
                 rows.append({**self._row(shown, node_id, network), "endpoints": self._endpoints_line(node)})
+            elif offers := node.choice.offers():  # the next attempt waits
+                rows.append(
+                    {
+                        "node_id": node_id,
+                        "address": offers[0].address,
+                        "network": offers[0].network,
+                        "state": LinkState.DOWN.value,
+                        "round_trip_ms": None,
+                        "error": node.down_because or None,
+                        "endpoints": self._endpoints_line(node),
+                    }
+                )
         return rows
 
     @staticmethod
@@ -248,13 +275,23 @@ class PeerTable:
         return self._nodes.setdefault(node_id, _Node(node_id))
 
     def _offer(self, node: _Node) -> None:
+        claimed = _offers(node.card, self._keys())
+        refused = frozenset(offer.address for offer in claimed if not self._own.may_dial(parse_address(offer.address)))
+        if new := len(refused - node.passed_over - node.seeds):
+            self._on_passed_over(node.node_id, new)
+        node.passed_over = refused
         offers = [
-            *_offers(node.card, self._keys()),
+            *(offer for offer in claimed if offer.address not in refused),
             *(em.EndpointOffer(seed, em.CONFIGURED, 0) for seed in sorted(node.seeds)),
         ]
         self._drive(node, em.Offered(tuple(offers)))
 
+    def _deadline(self) -> float | None:
+        return min((due for due in (self._due, self._plan_due) if due is not None), default=None)
+
     def _tick(self, now: float) -> None:
+        if self._plan_due is not None and self._plan_due <= now:
+            self._serve()
         for node in [node for node in self._nodes.values() if node.due is not None and node.due <= now]:
             self._drive(node, em.EndpointTick())
 
@@ -266,14 +303,17 @@ class PeerTable:
                 case em.Dial(address=address):
                     self._dial(node, address)
                 case em.HangUp(address=address):
+                    self._plan.drop(node.node_id, address)
                     link = self._link_at(address, node.node_id)
                     if link is not None:
                         self._retire(link)
                 case em.Use(address=None):
+                    node.down_because = why
                     self._on_down(node.node_id, why)
                 case em.Use(address=address):
                     link = self._link_at(address, node.node_id)
                     if link is not None and link.client.peer is not None:
+                        node.down_because = ""
                         self._on_up(link.client.peer, link.client)
                 case _:
                     assert_never(effect)
@@ -281,11 +321,40 @@ class PeerTable:
         self._due = min((each.due for each in self._nodes.values() if each.due is not None), default=None)
 
     def _dial(self, node: _Node, address: str) -> None:
-        link = self._link_at(address, node.node_id) or self._link_at(address, None)
-        if link is None:
-            self._connect(parse_address(address), None if address in node.seeds else NodeId(node.node_id), node.node_id)
-        elif link.node_id == node.node_id and link.client.peer is not None:
-            self._reactor.post(lambda: self._drive(node, em.Connected(address)))
+        link = self._link_at(address, node.node_id)
+        if link is not None:
+            if link.client.peer is not None:
+                self._reactor.post(lambda: self._drive(node, em.Connected(address)))
+        elif address in node.seeds:
+            if self._link_at(address, None) is None:
+                self._connect(parse_address(address), None, node.node_id)
+        else:
+            self._plan.want(node.node_id, address)
+            for held in [held for held in self._links if held.address == address and self._gives_way(held)]:
+                self._give_up(held)
+            self._serve()
+
+    def _serve(self) -> None:
+        """Dial what is due of what cards name."""
+        now = self._reactor.clock()
+        unproven = sum(not self._proven(link) for link in self._links)
+        for node_id, address in self._plan.due(now, {link.address for link in self._links}, unproven):
+            self._connect(parse_address(address), NodeId(node_id), node_id)
+        self._plan_due = self._plan.deadline(now, {link.address for link in self._links})
+
+    def _proven(self, link: _Link) -> bool:
+        return link.seed or self._plan.is_proven(link.node_id or "", link.address)
+
+    def _gives_way(self, link: _Link) -> bool:
+        """Whether another node, which is to be reached at this address, too, is the one that answers there."""
+        answered_by = link.client.answered_by
+        down = not link.seed and link.client.peer is None
+        return down and answered_by is not None and self._plan.wants(answered_by, link.address)
+
+    def _give_up(self, link: _Link) -> None:
+        """End an attempt, and what waits for it; the plan knows when the next one comes, and for whom."""
+        self._plan.failed(link.node_id or "", link.address, self._reactor.clock(), link.client.answered_by)
+        self._end(link)
 
     def _link_at(self, address: str | None, node_id: str | None) -> _Link | None:
         return next((link for link in self._links if link.address == address and link.node_id == node_id), None)
@@ -325,6 +394,7 @@ class PeerTable:
         if link.seed and link.address not in node.seeds:
             node.seeds.add(link.address)
             self._offer(node)
+        self._plan.connected(peer.node_id, link.address)
         self._drive(node, em.Connected(link.address))
 
     def _leave_seed(self, link: _Link) -> None:
@@ -344,9 +414,12 @@ class PeerTable:
         if node is None:
             self._on_down(link.node_id, reason)
             return
-        before = node.choice.in_use
+        before, told = node.choice.in_use, node.down_because
+        if link in self._links and (not self._proven(link) or self._gives_way(link)):
+            self._give_up(link)
         self._drive(node, em.Disconnected(link.address), reason)
-        if before is None:
+        if before is None and (self._proven(link) or reason != told):
+            node.down_because = reason
             self._on_down(node.node_id, reason)
 
     def _measured(self, link: _Link, round_trip_ms: float) -> None:
@@ -365,12 +438,17 @@ class PeerTable:
         del self._nodes[node.node_id]
         for link in [link for link in self._links if link.node_id == node.node_id]:
             self._retire(link)
+        self._plan.forget(node.node_id)
         if was_up:
             self._on_down(node.node_id, "not needed any more")
 
     def _retire(self, link: _Link) -> None:
+        if not self._proven(link):  # what waits for it would keep it dialling
+            self._give_up(link)
+            return
         self._links.remove(link)
         self._retiring.append(link)
+        self._reactor.post(self._serve)  # its address and its place are free
         link.client.retire(RETIRE_LIMIT_S, lambda: self._retired(link))
 
     def _retired(self, link: _Link) -> None:
@@ -381,18 +459,21 @@ class PeerTable:
     def _end(self, link: _Link) -> None:
         if link in self._links:
             self._links.remove(link)
-            link.client.close()
+            self._reactor.post(self._serve)
+            link.client.close("the node is not reached")
             self._ended.update(link.client.counters)
 
 
-def _offers(card: Card | None, keys: Sequence[FleetKey]) -> Iterable[em.EndpointOffer]:
+def _offers(card: Card | None, keys: Sequence[FleetKey]) -> list[em.EndpointOffer]:
     """What a card offers, best first; what cannot be parsed, or admits none of our keys (the oldest first), is left out."""
     generations = {b"": 0, **{key.key_id: generation for generation, key in enumerate(keys)}}
     endpoints = sorted(card.endpoints, key=lambda endpoint: -endpoint.priority) if card is not None else []
+    offers = []
     for endpoint in endpoints:
         generation = generations.get(endpoint.key_id)
         if generation is None:
             continue
         with contextlib.suppress(ConfigError):
             address = str(parse_address(endpoint.address))
-            yield em.EndpointOffer(address, endpoint.network, endpoint.priority, generation)
+            offers.append(em.EndpointOffer(address, endpoint.network, endpoint.priority, generation))
+    return offers

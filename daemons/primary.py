@@ -35,6 +35,7 @@ from kakeya_zmq.protocol.prepare_values import (
     WorkerView,
 )
 from kakeya_zmq.protocol.publish import Publisher, PublishSettings, replica_candidates
+from kakeya_zmq.roster import NOT_ASKED
 from kakeya_zmq.telemetry import Value, explanation_line
 from wire.bulk import own_suites
 from wire.cards import Card
@@ -70,6 +71,8 @@ class Primary:
         self._facts: ModelFacts | None = None
         self._fingerprint = b""
         """The model's, once it is loaded."""
+        self._passed_over: set[str] = set()
+        """Nodes that offer KV or work and are not asked, since the roster does not list them with this tenant."""
         self._inference: InferenceService | None = None
         self._publisher: Publisher | None = None
         self._ready: Callable[[dict[str, object]], None] = lambda facts: None
@@ -85,7 +88,13 @@ class Primary:
             work=self,
             fail=lambda error: self._fail(error),
             give_back=give_back_reserve,
+            trouble=self._model_trouble,
         )
+
+    def _model_trouble(self) -> str:
+        child = self._runner.control
+        given_up = isinstance(child, DecodeWorkerEngine) and child.given_up
+        return "the decode worker was lost too often" if given_up else ""
 
     def sessions(self) -> int:
         return self._inference.session_count if self._inference is not None else 0
@@ -122,12 +131,13 @@ class Primary:
         self._facts = facts
         node.facts = facts
         node.tenant_key_id = self._tenant_key_id
+        node.security.entitlement.access.learn_tuple(asdict(facts.compatibility))
         self._fingerprint = facts.compatibility.fingerprint()
         self._rates.local.assume(tokens_per_second)
         compatibility = facts.compatibility
         self._rates.codec_rates = CodecProbe(compatibility.kv_dtype, compatibility.cache_format_version)
         self._rates.same_host = self._same_host
-        node.membership.gone.append(self._rates.forget)
+        node.membership.gone += [self._rates.forget, self._passed_over.discard]
         node.membership.routed.append(self._rates.use_route)
         node.telemetry.link_megabytes_per_second = self._measured_megabytes_per_second
         self._publisher = Publisher(self._publish_settings(), node.ids, node.counters.set, self._rates)
@@ -230,7 +240,7 @@ class Primary:
             settings=self._preparation_settings(),
             hints=hints,
             no_worker="" if workers else self._no_worker(set(options.exclude_nodes), now),
-            is_connected=lambda node_id: self.node.peers.find(node_id) is not None,
+            is_connected=lambda node_id: self.node.find_asked(node_id) is not None,
         )
         return PromptPreparation(
             task,
@@ -285,8 +295,30 @@ class Primary:
         return [
             card
             for card in self.node.directory.peers(now)
-            if card.node_id not in excluded and self.node.peers.find(card.node_id) is not None
+            if card.node_id not in excluded and self._usable(card.node_id, offers=self._offers(card))
         ]
+
+    def _usable(self, node_id: str, *, offers: bool) -> bool:
+        """Whether a node is connected and may be asked. One that offers what this primary needs and may not is told of."""
+        if self.node.peers.find(node_id) is None:
+            return False
+        if self.node.security.entitlement.access.may_be_asked(node_id):
+            self._passed_over.discard(node_id)
+            return True
+        if offers and node_id not in self._passed_over:
+            self._passed_over.add(node_id)
+            self.node.security.count_refusal(NOT_ASKED, subject=node_id)
+            self.node.note("warning", f"{node_id}: {NOT_ASKED}")
+        return False
+
+    def _offers(self, card: Card) -> bool:
+        """Whether a card offers work or KV of this primary's own namespace."""
+        works = card.worker is not None and card.worker.fingerprint == self._fingerprint
+        return works or (card.cache is not None and any(held.fingerprint == self._fingerprint for held in card.cache.held))
+
+    def _static(self, role: str) -> list[str]:
+        """Nodes that the settings name for a role and that may be asked."""
+        return [name for name in self.node.peers.in_role(role) if self._usable(name, offers=True)]
 
     def _round_trip_ms(self, node_id: str) -> float:
         client = self.node.peers.find(node_id)
@@ -311,7 +343,7 @@ class Primary:
             for card in cards
             if card.cache is not None and (card.cache.entry_count > 0 or self._took_since_card(NodeId(card.node_id), now))
         ]
-        names += [name for name in self.node.peers.in_role("cache") if name not in excluded and name not in names]
+        names += [name for name in self._static("cache") if name not in excluded and name not in names]
         return tuple(
             PeerView(
                 node_id=NodeId(name),
@@ -338,7 +370,7 @@ class Primary:
                 megabytes_per_second=self._link_megabytes_per_second(name),
                 free_memory_bytes=0,
             )
-            for name in self.node.peers.in_role("worker")
+            for name in self._static("worker")
             if name not in known
         )
 
@@ -378,8 +410,11 @@ class Primary:
             return "the node of --worker is not connected" if static else "no worker is known"
         if known <= excluded:
             return "all workers are excluded"
-        if all(self.node.peers.find(name) is None for name in known - excluded):
+        connected = {name for name in known - excluded if self.node.peers.find(name) is not None}
+        if not connected:
             return "no worker is connected"
+        if not any(self.node.find_asked(name) for name in connected):
+            return "the roster lists no worker that is connected with this tenant"
         return "no worker that is connected can be used"
 
     def _mismatch(self, card: Card) -> str:
@@ -399,8 +434,8 @@ class Primary:
         """Cache peers that may get copies: nodes whose only business is to hold KV."""
         cards = self.node.directory.peers(self._reactor.clock())
         willing = replica_candidates(cards, self._fingerprint)
-        found = tuple(name for name in willing if self.node.peers.find(name) is not None)
-        return found or tuple(NodeId(name) for name in self.node.peers.in_role("cache"))
+        found = tuple(name for name in willing if self._usable(name, offers=True))
+        return found or tuple(NodeId(name) for name in self._static("cache"))
 
 
 def _is_loopback(host: str) -> bool:

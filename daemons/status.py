@@ -12,10 +12,12 @@ from daemons.bus_note import nodes_here
 from daemons.console import Console, command_name
 from kakeya_zmq.client import Client
 from kakeya_zmq.config import kakeya_home
+from kakeya_zmq.decode_worker.values import WorkerState
 from wire.errors import FailureCode, RequestFailed
 from wire.messages import Status
 
 CONNECT_TIMEOUT_SECONDS = 3.0
+GIVEN_UP = WorkerState.GIVEN_UP.value
 PREFILL_FIGURES = (
     "local_hits",
     "remote_hits",
@@ -93,6 +95,13 @@ def _show(console: Console, address: str, status: Status) -> None:
         console.say(f"  prefill  {', '.join(told)}")
     if prefill.get("last_fallback_reason"):
         console.say(f"  last fallback  {prefill['last_fallback_reason']}")
+    child = status.sections.get("decode_worker", {})
+    if child:
+        given_up = " — it was lost too often, and no prompt is answered now" if child.get("state") == GIVEN_UP else ""
+        console.say(
+            f"  decode worker  {child.get('state')}, process {_figure(child, 'pid'):.0f}, "
+            f"restarts {_figure(child, 'restarts'):.0f}, hangs {_figure(child, 'hangs'):.0f}{given_up}"
+        )
     for row in status.peers:
         trip = f", {row['round_trip_ms']} ms" if row.get("round_trip_ms") is not None else ""
         error = f" — {row['error']}" if row.get("error") else ""

@@ -64,6 +64,7 @@ class Supervisor:
     Args:
         fail: ends the daemon with an error.
         give_back: makes the model library give back what it keeps for reuse.
+        trouble: why the model cannot be used now, or empty.
 
     Raises:
         PortInUseError: --runtime-health-port is taken.
@@ -79,6 +80,7 @@ class Supervisor:
         work: Work,
         fail: Callable[[Exception], None],
         give_back: Callable[[], None],
+        trouble: Callable[[], str] = lambda: "",
     ) -> None:
         self._reactor = reactor
         self._settings = settings
@@ -86,6 +88,7 @@ class Supervisor:
         self._runner = runner
         self._work = work
         self._fail = fail
+        self._trouble = trouble
         self._process = psutil.Process()
         self._stalled = ""
         self.guard = MemoryGuard(
@@ -144,4 +147,4 @@ class Supervisor:
         if self._node.state in ("starting", "draining"):
             phase = self._node.state
         step_s = round(max(0.0, now - running.since_s), 1) if running is not None else 0.0
-        return Liveness(phase, os.getpid(), self._work.sessions(), step_s, self._stalled)
+        return Liveness(phase, os.getpid(), self._work.sessions(), step_s, self._stalled or self._trouble())

@@ -28,7 +28,7 @@ from kakeya_zmq.telemetry_feed_snapshot import encode_snapshot, known_peers, mak
 from wire.bus import Topic
 from wire.errors import LocalProtocolError
 from wire.events import TOPIC_OF, NodeSnapshot, SecurityKind
-from wire.limits import CONTROL_BODY_BYTES_MAX, KIB
+from wire.limits import ANSWER_BYTES_MAX
 from wire.messages import Requests
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class NodeTelemetry:
         self.observe(Leaving())
 
     def requests(self, count: int) -> Requests:
-        """The last records, oldest first: as many as fit into one message."""
+        """The last records, oldest first: as many as fit into one answer."""
         records: list[bytes] = []
-        room = CONTROL_BODY_BYTES_MAX - KIB
+        room = ANSWER_BYTES_MAX
         for record in reversed(self._feed.last_requests(count)):
             payload = encode_fitting(record)
             room -= len(payload) + 8
-            if room < 0:
+            if room < 0 and records:
                 break
             records.append(payload)
         return Requests(records=tuple(reversed(records)))

@@ -19,10 +19,16 @@
 # optional (default): KAKEYA_CACHE_BIND (0.0.0.0:52051)  KAKEYA_CACHE_PEER_ADDRESS  KAKEYA_CACHE_GB (8)
 #   KAKEYA_CACHE_NETWORK (lan)  KAKEYA_CACHE_PRIORITY (50)  KAKEYA_TENANT_ID (default)
 #   KAKEYA_FLEET_PSK_FILE (~/.kakeya/fleet.psk)
+[ -n "${BASH_VERSION:-}" ] || { echo "kakeya: error: this script needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 
+script="${BASH_SOURCE[0]}"
+while [ -L "$script" ]; do # run through a link: what it needs is beside the script itself
+    link="$(readlink "$script")"
+    case "$link" in /*) script="$link" ;; *) script="$(dirname "$script")/$link" ;; esac
+done
 # shellcheck source=deploy/service_lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/service_lib.sh"
+source "$(dirname "$script")/service_lib.sh"
 
 cache_peer=no
 remaining=()
@@ -30,6 +36,7 @@ for argument in "$@"; do
     if [ "$argument" = --cache-peer ]; then cache_peer=yes; else remaining+=("$argument"); fi
 done
 read_options "${BASH_SOURCE[0]}" ${remaining[@]+"${remaining[@]}"}
+find_folders KAKEYA_LAUNCH_AGENTS
 
 python=""
 if [ -n "${VENV:-}" ]; then
@@ -39,10 +46,10 @@ fi
 if [ "$cache_peer" = yes ]; then
     need KAKEYA_CACHE_NODE_ID "the name of this node, for example cache-mini-1"
     need KAKEYA_CACHE_ADVERTISE "the address others reach this node at, for example 192.168.1.22:52051"
-    need_key "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "copy the fleet's key from the primary"
+    need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "copy the fleet's key from the primary"
 else
     export KAKEYA_NETWORK_API_KEY_FILE="${KEY_FILE:-$kakeya_home/network_api_key}"
-    need_key "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
+    need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
 fi
 KAKEYA_NETWORK_COMMAND="$(find_kakeya "$python")" || exit 2
 use_python "$KAKEYA_NETWORK_COMMAND"

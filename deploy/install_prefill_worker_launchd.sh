@@ -22,14 +22,21 @@
 #   KAKEYA_MODEL_REVISION  KAKEYA_TOKENIZER_REVISION   names of yours, part of the namespace
 #   KAKEYA_LAYER_GEOMETRY_HASH  KAKEYA_ROPE_HASH  KAKEYA_CACHE_QUANTIZATION   what the model must have, checked
 # docs/operations.md explains them and lists what differs from other systems' scripts.
+[ -n "${BASH_VERSION:-}" ] || { echo "kakeya: error: this script needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 
+script="${BASH_SOURCE[0]}"
+while [ -L "$script" ]; do # run through a link: what it needs is beside the script itself
+    link="$(readlink "$script")"
+    case "$link" in /*) script="$link" ;; *) script="$(dirname "$script")/$link" ;; esac
+done
 # shellcheck source=deploy/service_lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/service_lib.sh"
+source "$(dirname "$script")/service_lib.sh"
 # shellcheck source=deploy/service_values.sh
 source "$kakeya_deploy/service_values.sh"
 
 read_options "${BASH_SOURCE[0]}" "$@"
+find_folders KAKEYA_LAUNCH_AGENTS
 need KAKEYA_WORKER_NODE_ID "the name of this node, for example prefill-mini-1"
 need KAKEYA_WORKER_MODEL "the folder of the MLX model"
 need KAKEYA_WORKER_ADVERTISE "the address others reach this node at, for example 192.168.1.21:53051"
@@ -38,7 +45,7 @@ if [ -n "${KAKEYA_WORKER_REPO:-}" ]; then
     [ -d "$KAKEYA_WORKER_REPO" ] || refuse "KAKEYA_WORKER_REPO: there is no folder $KAKEYA_WORKER_REPO"
     kakeya_repo="$KAKEYA_WORKER_REPO"
 fi
-need_key "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "copy the fleet's key from the primary"
+need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "copy the fleet's key from the primary"
 KAKEYA_WORKER_COMMAND="$(find_kakeya "${KAKEYA_WORKER_PYTHON:-}")" || exit 2
 use_python "$KAKEYA_WORKER_COMMAND"
 export KAKEYA_WORKER_COMMAND

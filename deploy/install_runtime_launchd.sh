@@ -20,21 +20,28 @@
 #   KAKEYA_RUNTIME_HEALTH_PORT (8091; 0 turns the health endpoint off)
 #   KAKEYA_RUNTIME_NETWORK (lan)  KAKEYA_RUNTIME_PRIORITY (50)  KAKEYA_FLEET_PSK_FILE (~/.kakeya/fleet.psk)
 #   and KAKEYA_TENANT_ID, KAKEYA_CACHE_…, KAKEYA_MODEL_REVISION, … as for the worker
+[ -n "${BASH_VERSION:-}" ] || { echo "kakeya: error: this script needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 
+script="${BASH_SOURCE[0]}"
+while [ -L "$script" ]; do # run through a link: what it needs is beside the script itself
+    link="$(readlink "$script")"
+    case "$link" in /*) script="$link" ;; *) script="$(dirname "$script")/$link" ;; esac
+done
 # shellcheck source=deploy/service_lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/service_lib.sh"
+source "$(dirname "$script")/service_lib.sh"
 # shellcheck source=deploy/service_values.sh
 source "$kakeya_deploy/service_values.sh"
 
 read_options "${BASH_SOURCE[0]}" "$@"
+find_folders KAKEYA_LAUNCH_AGENTS
 need KAKEYA_RUNTIME_MODEL "the folder of the MLX model"
 [ -f "$KAKEYA_RUNTIME_MODEL/config.json" ] || refuse "KAKEYA_RUNTIME_MODEL: there is no model in $KAKEYA_RUNTIME_MODEL"
 if [ -n "${KAKEYA_RUNTIME_REPO:-}" ]; then
     [ -d "$KAKEYA_RUNTIME_REPO" ] || refuse "KAKEYA_RUNTIME_REPO: there is no folder $KAKEYA_RUNTIME_REPO"
     kakeya_repo="$KAKEYA_RUNTIME_REPO"
 fi
-need_key "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "make it with kakeya key new, and copy it to every node"
+need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "make it with kakeya key new, and copy it to every node"
 KAKEYA_RUNTIME_COMMAND="$(find_kakeya "${KAKEYA_RUNTIME_PYTHON:-}")" || exit 2
 use_python "$KAKEYA_RUNTIME_COMMAND"
 export KAKEYA_RUNTIME_COMMAND

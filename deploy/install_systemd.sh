@@ -2,22 +2,26 @@
 # Install a service as a systemd unit of this user (Linux). Idempotent: run it again after changing a value.
 #
 # usage: bash deploy/install_systemd.sh runtime|worker|cache|dashboard [--dry-run]
-#        bash deploy/install_systemd.sh --uninstall [--dry-run]
+#        bash deploy/install_systemd.sh --uninstall [runtime|worker|cache|dashboard]... [--dry-run]
 #
 #   --dry-run     render and check everything, print the unit, touch nothing
-#   --uninstall   stop and remove all of them; keys, logs and data stay
+#   --uninstall   stop and remove the named services, or all of them; keys, logs and data stay
 #
 # The values come from the same environment variables as for launchd: see the --help of
 # install_runtime_launchd.sh, install_prefill_worker_launchd.sh and install_prefill_network_launchd.sh.
 # Services of a user end with the last login unless: loginctl enable-linger
+[ -n "${BASH_VERSION:-}" ] || { echo "kakeya: error: this script needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 
+script="${BASH_SOURCE[0]}"
+while [ -L "$script" ]; do # run through a link: what it needs is beside the script itself
+    link="$(readlink "$script")"
+    case "$link" in /*) script="$link" ;; *) script="$(dirname "$script")/$link" ;; esac
+done
 # shellcheck source=deploy/service_lib.sh
-source "$(dirname "${BASH_SOURCE[0]}")/service_lib.sh"
+source "$(dirname "$script")/service_lib.sh"
 # shellcheck source=deploy/service_values.sh
 source "$kakeya_deploy/service_values.sh"
-
-units="${XDG_CONFIG_HOME:-$HOME/.config}/systemd/user"
 
 # The manager of this user's units: it runs for a login of the user's own, and for lingering users.
 need_manager() {
@@ -26,45 +30,56 @@ need_manager() {
         die "this user's systemd does not answer: log in as $(id -un) itself (not by su or sudo), or say once: loginctl enable-linger"
 }
 
+# uninstall SERVICE...: exit code 1 when one of them could not be removed; the others are all the same.
 uninstall() {
-    local service found=no
+    local service found=no status=0 reason
     [ "$kakeya_dry_run" = yes ] || need_manager
-    for service in runtime worker cache dashboard; do
-        [ -e "$units/kakeya-$service.service" ] || continue
+    for service in "$@"; do
+        [ -e "$units/kakeya-$service.service" ] || [ -L "$units/kakeya-$service.service" ] || continue
         found=yes
         if [ "$kakeya_dry_run" = yes ]; then
             say "would remove kakeya-$service.service"
             continue
         fi
         systemctl --user disable --now "kakeya-$service.service" >/dev/null 2>&1 || true
-        rm -f "$units/kakeya-$service.service"
-        say "removed kakeya-$service.service"
+        if reason="$(rm -f "$units/kakeya-$service.service" 2>&1)"; then
+            say "removed kakeya-$service.service"
+        else
+            complain "kakeya-$service.service does not run any more, but $units/kakeya-$service.service cannot be removed: ${reason##*: }"
+            status=1
+        fi
     done
-    [ "$found" = yes ] || say "nothing is installed"
+    [ "$found" = yes ] || say "nothing to remove"
     [ "$kakeya_dry_run" = yes ] || systemctl --user daemon-reload
+    return "$status"
 }
 
-service=""
+services=()
 remove=no
 remaining=()
 for argument in "$@"; do
     case "$argument" in
-        runtime | worker | cache | dashboard) service="$argument" ;;
+        runtime | worker | cache | dashboard) services+=("$argument") ;;
         --uninstall) remove=yes ;;
         *) remaining+=("$argument") ;;
     esac
 done
 read_options "${BASH_SOURCE[0]}" ${remaining[@]+"${remaining[@]}"}
+find_folders XDG_CONFIG_HOME
+units="${XDG_CONFIG_HOME:-${HOME:-}/.config}/systemd/user"
 if [ "$remove" = yes ]; then
-    uninstall
+    [ ${#services[@]} -gt 0 ] || services=(runtime worker cache dashboard)
+    uninstall "${services[@]}" || exit 1
     exit 0
 fi
+[ ${#services[@]} -le 1 ] || refuse "one service at a time: run it for each of ${services[*]}"
+service="${services[0]:-}"
 
 psk_file="${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}"
 case "$service" in
     runtime)
         need KAKEYA_RUNTIME_MODEL "the folder of the MLX model"
-        need_key "$psk_file" "make it with kakeya key new, and copy it to every node"
+        need_key "fleet key" "$psk_file" "make it with kakeya key new, and copy it to every node"
         export KAKEYA_ENABLE_PREFILL_CACHE="${KAKEYA_ENABLE_PREFILL_CACHE:-1}"
         python="${KAKEYA_RUNTIME_PYTHON:-}"
         ;;
@@ -72,18 +87,18 @@ case "$service" in
         need KAKEYA_WORKER_NODE_ID "the name of this node, for example prefill-1"
         need KAKEYA_WORKER_MODEL "the folder of the MLX model"
         need KAKEYA_WORKER_ADVERTISE "the address others reach this node at, for example 192.168.1.21:53051"
-        need_key "$psk_file" "copy the fleet's key from the primary"
+        need_key "fleet key" "$psk_file" "copy the fleet's key from the primary"
         python="${KAKEYA_WORKER_PYTHON:-}"
         ;;
     cache)
         need KAKEYA_CACHE_NODE_ID "the name of this node, for example cache-1"
         need KAKEYA_CACHE_ADVERTISE "the address others reach this node at, for example 192.168.1.22:52051"
-        need_key "$psk_file" "copy the fleet's key from the primary"
+        need_key "fleet key" "$psk_file" "copy the fleet's key from the primary"
         python=""
         ;;
     dashboard)
         export KAKEYA_NETWORK_API_KEY_FILE="${KEY_FILE:-$kakeya_home/network_api_key}"
-        need_key "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
+        need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
         python=""
         ;;
     *) refuse "name a service: runtime, worker, cache or dashboard; see --help" ;;
@@ -94,22 +109,24 @@ use_python "$command"
 export KAKEYA_RUNTIME_COMMAND="$command" KAKEYA_WORKER_COMMAND="$command" KAKEYA_NETWORK_COMMAND="$command"
 name_the_namespace
 
-rendered="$(mktemp -d)" || die "no temporary folder"
-trap 'rm -rf "$rendered"' EXIT
+trap clean_up EXIT
+kakeya_rendered="$(mktemp -d)" || die "no temporary folder"
+rendered="$kakeya_rendered"
 unit="kakeya-$service.service"
 render "$kakeya_deploy/systemd/$unit" "$rendered/$unit" || exit 2
 "$kakeya_python" "$kakeya_deploy/render_service.py" --arguments "$kakeya_deploy/systemd/$unit" "$rendered/arguments.json" || exit 2
 check_arguments "$rendered/arguments.json"
+warn_of_variables "$kakeya_deploy/systemd/$unit"
 if [ "$kakeya_dry_run" = yes ]; then
     cat "$rendered/$unit"
     say "dry run: $units/$unit was not written and nothing was started"
     exit 0
 fi
 need_manager
-mkdir -p "$units"
-(umask 077 && mkdir -p "$kakeya_home")
-cp "$rendered/$unit" "$units/$unit.new" && chmod 644 "$units/$unit.new" && mv "$units/$unit.new" "$units/$unit"
-systemctl --user daemon-reload
+make_folders "$units"
+stage "$rendered/$unit" "$units/$unit"
+put_in_place "$units/$unit" || die "$units/$unit cannot be replaced: the old definition is still there"
+systemctl --user daemon-reload || die "systemd did not read the new $unit: systemctl --user daemon-reload says why"
 systemctl --user enable "$unit" >/dev/null 2>&1 || die "systemd refuses $unit: systemctl --user status $unit"
 systemctl --user restart "$unit" || die "$unit does not start: systemctl --user status $unit"
 say "$unit runs; log: see StandardError in $units/$unit"

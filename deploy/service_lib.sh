@@ -1,11 +1,14 @@
 # Shared by the scripts that install services: render a template, (re)load it. Source it, don't run it. Works with bash 3.2.
 # shellcheck shell=bash
 
+unset CDPATH # with it, cd prints
 kakeya_deploy="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 kakeya_repo="$(cd "$kakeya_deploy/.." && pwd)"
 kakeya_dry_run=no
-kakeya_home="${KAKEYA_HOME:-$HOME/.kakeya}"
-kakeya_agents="${KAKEYA_LAUNCH_AGENTS:-$HOME/Library/LaunchAgents}"
+kakeya_home=""
+kakeya_agents=""
+kakeya_rendered="" # a temporary folder
+kakeya_staged=""   # a definition that is written but not in its place yet
 # For tests: how long to wait between looks, in seconds.
 kakeya_wait_s="${KAKEYA_INSTALL_WAIT_S:-0.25}"
 kakeya_retry_s="${KAKEYA_INSTALL_RETRY_S:-2}"
@@ -18,8 +21,10 @@ refuse() {
     exit 2
 }
 
+complain() { printf 'kakeya: error: %s\n' "$*" >&2; }
+
 die() {
-    printf 'kakeya: error: %s\n' "$*" >&2
+    complain "$*"
     exit 1
 }
 
@@ -28,19 +33,61 @@ need() {
     [ -n "${!1:-}" ] || refuse "set $1 ($2)"
 }
 
-# need_key FILE REMEDY: a secret must be there, a regular file, and readable by its owner only.
+# absolute VARIABLE...: paths as seen from here, since a service starts in another folder. A leading ~ is the home folder.
+absolute() {
+    local name path folder
+    for name in "$@"; do
+        path="${!name:-}"
+        # The pattern is the character: a quoted ~ reaches a script as it is.
+        # shellcheck disable=SC2088
+        case "$path" in
+            "" | /*) continue ;;
+            "~" | "~/"*)
+                [ -n "${HOME:-}" ] || refuse "HOME is not set, and $name starts with ~"
+                path="$HOME${path#?}"
+                ;;
+            *)
+                if [ -d "$path" ]; then
+                    path="$(cd "./$path" && pwd)"
+                else
+                    folder="$(cd "./$(dirname "$path")" 2>/dev/null && pwd)" || folder="$PWD/$(dirname "$path")"
+                    path="${folder%/}/$(basename "$path")"
+                fi
+                ;;
+        esac
+        export "$name=$path"
+    done
+}
+
+# find_folders DEFINITIONS: make given paths absolute; set kakeya_home and kakeya_agents. DEFINITIONS is the variable that
+# names the folder of service definitions: with it and KAKEYA_HOME, HOME is not needed.
+find_folders() {
+    local definitions="$1"
+    if [ -z "${HOME:-}" ] && { [ -z "${KAKEYA_HOME:-}" ] || [ -z "${!definitions:-}" ]; }; then
+        refuse "HOME is not set: set it, or both KAKEYA_HOME and $definitions"
+    fi
+    absolute KAKEYA_HOME KAKEYA_LAUNCH_AGENTS XDG_CONFIG_HOME KAKEYA_CONFIG KAKEYA_FLEET_PSK_FILE KAKEYA_TENANT_KEY_FILE \
+        KAKEYA_TELEMETRY_KEY_FILE KAKEYA_NETWORK_STATE KEY_FILE VENV KAKEYA_RUNTIME_MODEL KAKEYA_RUNTIME_PYTHON \
+        KAKEYA_RUNTIME_REPO KAKEYA_WORKER_MODEL KAKEYA_WORKER_PYTHON KAKEYA_WORKER_REPO
+    kakeya_home="${KAKEYA_HOME:-${HOME:-}/.kakeya}"
+    kakeya_agents="${KAKEYA_LAUNCH_AGENTS:-${HOME:-}/Library/LaunchAgents}"
+}
+
+# need_key WHAT FILE REMEDY: a secret must be there and be its owner's only. A link counts as what it leads to, as for the
+# daemons; they look at owner, folder and content when the settings are checked.
 need_key() {
-    [ -f "$1" ] || refuse "there is no $1: $2"
-    case "$(file_mode "$1")" in
-        600 | 400) ;;
-        *) refuse "$1 can be read by others: chmod 600 $1" ;;
+    [ -e "$2" ] || refuse "there is no $2: $3"
+    [ -f "$2" ] || refuse "the $1 file $2 is not a regular file (pass the right path)"
+    case "$(file_mode "$2")" in
+        0 | *00) ;;
+        *) refuse "the $1 file $2 is open to other users (chmod 600 $2)" ;;
     esac
 }
 
 file_mode() {
     case "$(uname -s)" in
-        Darwin) stat -f %Lp "$1" ;;
-        *) stat -c %a "$1" ;;
+        Darwin) stat -L -f %Lp "$1" ;;
+        *) stat -L -c %a "$1" ;;
     esac
 }
 
@@ -132,33 +179,71 @@ load() {
     die "launchd refuses $1 three times: launchctl bootstrap gui/$(id -u) $2 says why"
 }
 
+clean_up() {
+    [ -z "$kakeya_rendered" ] || rm -rf "$kakeya_rendered"
+    [ -z "$kakeya_staged" ] || rm -f "$kakeya_staged"
+}
+
+# make_folders DEFINITIONS: the folder of definitions, and the home folder for this user only.
+make_folders() {
+    local reason
+    reason="$(mkdir -p "$1" 2>&1)" || die "$1 cannot be made: ${reason##*: }"
+    reason="$(umask 077 && mkdir -p "$kakeya_home" 2>&1)" || die "$kakeya_home cannot be made: ${reason##*: }"
+}
+
+# stage FILE TARGET: write TARGET.new, whole or not at all; what runs is not touched. `put_in_place TARGET` renames it.
+stage() {
+    local reason
+    [ ! -d "$2" ] || die "$2 is a folder: remove it, then try again"
+    kakeya_staged="$2.new"
+    if ! reason="$({ rm -f "$2.new" && cp "$1" "$2.new" && chmod 644 "$2.new"; } 2>&1)"; then
+        die "$2 cannot be written: ${reason##*: }; nothing was changed"
+    fi
+    cmp -s "$1" "$2.new" || die "$2 cannot be written: what was written reads differently; nothing was changed"
+}
+
+put_in_place() {
+    mv -f "$1.new" "$1" 2>/dev/null || return 1
+    kakeya_staged=""
+}
+
+# warn_of_variables DEFINITION: KAKEYA_ variables that do not reach the service. They are worth a line, not a refusal.
+warn_of_variables() {
+    "$kakeya_python" "$kakeya_deploy/service_environment.py" "$1" >&2
+}
+
 # install_agent LABEL TEMPLATE LOG: render, check, replace what runs. With --dry-run: render, check and print.
 install_agent() {
     local label="$1" template="$kakeya_deploy/launchd/$2" rendered target="$kakeya_agents/$1.plist"
-    rendered="$(mktemp -d)" || die "no temporary folder"
-    # shellcheck disable=SC2064 # the folder of now
-    trap "rm -rf '$rendered'" EXIT
+    trap clean_up EXIT
+    kakeya_rendered="$(mktemp -d)" || die "no temporary folder"
+    rendered="$kakeya_rendered"
     render "$template" "$rendered/$label.plist" || exit 2
     if command -v plutil >/dev/null 2>&1; then
         plutil -lint -s "$rendered/$label.plist" || die "$label: the rendered property list is not valid"
     fi
     "$kakeya_python" "$kakeya_deploy/render_service.py" --arguments "$template" "$rendered/arguments.json" || exit 2
     check_arguments "$rendered/arguments.json"
+    warn_of_variables "$template"
     if [ "$kakeya_dry_run" = yes ]; then
         cat "$rendered/$label.plist"
         say "dry run: $target was not written and nothing was started"
         return
     fi
     command -v launchctl >/dev/null 2>&1 || die "there is no launchctl: on Linux use deploy/install_systemd.sh"
-    mkdir -p "$kakeya_agents"
-    (umask 077 && mkdir -p "$kakeya_home")
-    if cmp -s "$rendered/$label.plist" "$target" && loaded "$label"; then
+    make_folders "$kakeya_agents"
+    if [ -f "$target" ] && cmp -s "$rendered/$label.plist" "$target" && loaded "$label"; then
         launchctl kickstart -k "gui/$(id -u)/$label" >/dev/null || die "$label does not start"
         say "$label was up to date; restarted"
         return
     fi
+    # Written before the old one is unloaded: on a full disk the old one goes on.
+    stage "$rendered/$label.plist" "$target"
     unload "$label"
-    cp "$rendered/$label.plist" "$target.new" && chmod 644 "$target.new" && mv "$target.new" "$target"
+    if ! put_in_place "$target"; then
+        [ ! -f "$target" ] || load "$label" "$target"
+        die "$target cannot be replaced: the old definition is still there"
+    fi
     load "$label" "$target"
     say "$label runs; log: $kakeya_home/$3"
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 
 import numpy as np
@@ -56,6 +56,20 @@ class Compatibility:
         return tuple(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
 
 
+def check_field_names(names: Iterable[str]) -> None:
+    """Whether there are such compatibility fields.
+
+    Raises:
+        ConfigError: a field is unknown; the remedy has them all.
+    """
+    known = {f.name for f in fields(Compatibility)}
+    unknown = sorted(set(names) - known)
+    if unknown:
+        raise ConfigError(
+            f"unknown compatibility field {', '.join(unknown)}", remedy=f"known fields: {', '.join(sorted(known))}"
+        )
+
+
 def check_assertions(derived: Compatibility, asserted: Mapping[str, str | int]) -> None:
     """Check an operator's values against the model's.
 
@@ -66,12 +80,7 @@ def check_assertions(derived: Compatibility, asserted: Mapping[str, str | int]) 
     Raises:
         ConfigError: a field is unknown or differs; every differing field is named with both values.
     """
-    known = {f.name for f in fields(Compatibility)}
-    unknown = sorted(set(asserted) - known)
-    if unknown:
-        raise ConfigError(
-            f"unknown compatibility field {', '.join(unknown)}", remedy=f"known fields: {', '.join(sorted(known))}"
-        )
+    check_field_names(asserted)
     wrong = [
         f"{name} is {getattr(derived, name)!r}, not {value!r}"
         for name, value in asserted.items()

@@ -247,6 +247,8 @@ def _read_file(path: Path, role: str) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
+    except ValueError:  # Python's own limit for the digits of a number
+        raise ConfigError("a number in the configuration file is too long", remedy="see docs/configuration.md") from None
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}
     plain = {name: value for name, value in document.items() if not isinstance(value, dict)}
     _check_keys(plain, {option.name for option in OPTIONS})

@@ -23,12 +23,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
 
 from kakeya_zmq.engine import Command, CommandFailed, Engine, EngineMemory, Event, ModelFacts
 from kakeya_zmq.protocol.effects import CommandEnded, CommandEvent, Ticket
 from wire.errors import KakeyaError, LocalProtocolError
 from wire.limits import TEXT_CHARACTERS_MAX
+
+IDLE_LOOK_S: Final = 0.5
+"""How often an engine that runs elsewhere is looked after while there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,10 @@ class StepControl(Protocol):
 
     def stopping(self, timeout_s: float) -> None:
         """The runner stops; the step being computed may take that long."""
+        ...
+
+    def idle(self) -> None:
+        """There is nothing to do; called again and again on the engine's thread, for what must be mended meanwhile."""
         ...
 
 
@@ -242,17 +249,17 @@ class EngineRunner:
         self._memory = engine.memory()
         self._post(EngineReady(engine.facts))
         try:
-            while (task := self._next_task()) is not None:
+            while (task := self._next_task(engine)) is not None:
                 self._advance(engine, task)
         finally:
             self._refuse("the engine was stopped")
             engine.close()
             self._memory = EngineMemory()
 
-    def _next_task(self) -> _Task | None:
+    def _next_task(self, engine: Engine) -> _Task | None:
         """Wait for work; None when the runner is stopping."""
-        with self._changed:
-            while True:
+        while True:
+            with self._changed:
                 if self._stopping:
                     return None
                 # A cancelled command goes first: ending it is cheap and its asker waits.
@@ -262,7 +269,17 @@ class EngineRunner:
                         return task
                 if self._turns:
                     return self._queues[self._turns[0]][0]
-                self._changed.wait()
+                woken = self._changed.wait(IDLE_LOOK_S if self._control is not None else None)
+            if not woken:
+                self._look_after(engine)
+
+    def _look_after(self, engine: Engine) -> None:
+        assert self._control is not None
+        try:
+            self._control.idle()
+        except Exception:  # a bug in mending must not take the sessions down
+            self._failures += 1
+        self._memory = engine.memory()
 
     def _advance(self, engine: Engine, task: _Task) -> None:
         if task.cancelled:

@@ -335,7 +335,7 @@ OPTIONS: tuple[Option, ...] = (
         "capacity",
         "integer",
         4,
-        "sessions held at once; the least recently used idle one makes room",
+        "sessions held at once; the oldest idle one of whoever has most of them makes room",
         ("primary",),
         minimum=1,
         maximum=4096,
@@ -561,8 +561,15 @@ def parse_value(option: Option, value: Any, source: str) -> Any:
 
 def _as_text(value: Any, source: str) -> str:
     if not isinstance(value, str):
-        raise ConfigError(f"{source} is {value!r}", remedy="a text in quotes")
+        raise ConfigError(f"{source} is {_shown(value)}", remedy="a text in quotes")
     return value
+
+
+def _shown(value: Any) -> str:
+    try:
+        return repr(value)[:80]
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a very long number"
 
 
 def _items(value: Any, source: str) -> Iterable[Any]:
@@ -570,19 +577,19 @@ def _items(value: Any, source: str) -> Iterable[Any]:
     if isinstance(value, str):
         return value.split(",")
     if not isinstance(value, list | tuple):
-        raise ConfigError(f"{source} is {value!r}", remedy="a list of texts, or one text with commas")
+        raise ConfigError(f"{source} is {_shown(value)}", remedy="a list of texts, or one text with commas")
     return [part for item in value for part in _as_text(item, source).split(",")]
 
 
 def _parse_switch(value: Any, source: str) -> bool:
     if isinstance(value, bool):
         return value
-    lowered = str(value).lower()
+    lowered = value.lower() if isinstance(value, str) else _shown(value).lower()
     if lowered in ("1", "true", "yes", "on"):
         return True
     if lowered in ("0", "false", "no", "off"):
         return False
-    raise ConfigError(f"{source} is {value!r}", remedy="1 or 0")
+    raise ConfigError(f"{source} is {_shown(value)}", remedy="1 or 0")
 
 
 def _parse_number(option: Option, value: Any, source: str) -> int | float:
@@ -595,9 +602,10 @@ def _parse_number(option: Option, value: Any, source: str) -> int | float:
     try:
         number: int | float = int(str(value)) if option.kind == "integer" else float(str(value))
     except ValueError:
-        raise ConfigError(f"{source} is {str(value)[:60]!r}", remedy=f"{wanted}{bounds}") from None
+        shown = repr(value[:60]) if isinstance(value, str) else _shown(value)
+        raise ConfigError(f"{source} is {shown}", remedy=f"{wanted}{bounds}") from None
     low = option.minimum if option.minimum is not None else float("-inf")
     high = option.maximum if option.maximum is not None else float("inf")
     if not low <= number <= high:
-        raise ConfigError(f"{source} is {value}", remedy=f"{wanted}{bounds}")
+        raise ConfigError(f"{source} is {str(value)[:60]}", remedy=f"{wanted}{bounds}")
     return number

@@ -5,8 +5,8 @@
     [nodes.mac-mini]
     key = "64 hexadecimal digits"       # `kakeya key show` on that machine
     roles = ["primary"]                 # primary, worker, cache
-    tenants = ["default"]               # whose KV it may look up, publish and compute, and whose primaries it may
-                                        # open sessions on (default: none)
+    tenants = ["default"]               # whose KV it may look up, publish, compute and hold, and whose primaries it may
+                                        # open sessions on; primaries ask no other node (default: none)
     admin = true                        # whether it may revoke others (default: no)
 
     [tenants.default]
@@ -53,6 +53,7 @@ NOT_LISTED: Final = "the node is not on the roster"
 OTHER_KEY_LISTED: Final = "the roster has another identity key for the node"
 ROLE_NOT_LISTED: Final = "the node claims a role that the roster does not give it"
 FOREIGN_TENANT: Final = "the roster does not let this node act for that tenant"
+NOT_ASKED: Final = "the node offers KV or work to a tenant that the roster does not list it with: it is not asked"
 CLIENTS_ONLY_ASK: Final = "a client that is not on the roster may use sessions and read the status, nothing else"
 
 _SECONDARY_ROLES: Final = frozenset({"cache-holder", "client"})
@@ -229,6 +230,16 @@ class Access:
             return False
         tenant = self._tenants.get(fingerprint)
         return tenant is None or not self.roster.acts_for(node_id, tenant)
+
+    def may_be_asked(self, node_id: str) -> bool:
+        """Whether this node may ask another one for KV or work, and give it KV or prompts of its own tenant.
+
+        What a card offers is a claim: whoever saw another node's card can claim the same. The roster is what counts.
+        Before its own tenant is known a node with a roster asks nobody.
+        """
+        if self.roster is None:
+            return True
+        return self._own_tenant is not None and self.roster.acts_for(node_id, self._own_tenant)
 
     def refusal(self, node_id: str, roles: Collection[str], body: RequestBody) -> str:
         """Why a request is refused (fixed text), or an empty text. Lookups are not refused: they find nothing."""

@@ -109,7 +109,8 @@ def explanation_line(explanation: Explanation) -> str:
         for source in explanation.sources
         if source.end > source.start
     )
-    line = f"{explanation.prompt_tokens} tokens in {explanation.elapsed_ms:.0f} ms: {stretches or 'nothing to do'}"
+    nothing = "nothing was prepared" if explanation.prompt_tokens > 1 else "nothing to do"
+    line = f"{explanation.prompt_tokens} tokens in {explanation.elapsed_ms:.0f} ms: {stretches or nothing}"
     if explanation.reasons:
         line += f"; {'; '.join(explanation.reasons)}"
     return line[:TEXT_CHARACTERS_MAX]

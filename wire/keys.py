@@ -209,17 +209,18 @@ def _load_or_create_hex(path: Path, what: str) -> bytes:
         except ConfigError:
             if not path.exists():
                 raise
-    return _read_hex(path, what)
+    remedy = "put a copy of it back, or remove it: a new one is made, which other machines do not know"
+    return _read_hex(path, what, remedy)
 
 
-def _read_hex(path: Path, what: str) -> bytes:
+def _read_hex(path: Path, what: str, remedy: str = "") -> bytes:
     text = read_secret_file(path, minimum_bytes=2 * KEY_BYTES, what=what)
     try:
         data = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         data = b""
     if len(data) != KEY_BYTES:
-        raise SecretFileError(f"the {what} file {path} does not hold {2 * KEY_BYTES} hexadecimal digits")
+        raise SecretFileError(f"the {what} file {path} does not hold {2 * KEY_BYTES} hexadecimal digits", remedy=remedy)
     return data
 
 

@@ -27,6 +27,8 @@ CONTROL_BODY_BYTES_MAX: Final = CONTROL_MESSAGE_BYTES_MAX - 4 * KIB
 BUS_MESSAGE_BYTES_MAX: Final = 64 * KIB
 CARD_BYTES_MAX: Final = 16 * KIB
 CARDS_PER_EXCHANGE_MAX: Final = 48
+ANSWER_BYTES_MAX: Final = 64 * KIB
+"""Of cards or records in one answer. Who asks again and again and never reads makes a node keep a queue of them."""
 """So that a full exchange of the largest cards (768 KiB) fits in one control message."""
 REVOCATION_BYTES_MAX: Final = 2 * KIB
 """Two names at their longest, two keys, a signature."""

@@ -15,6 +15,7 @@ from daemons.doctor.ports import examine_ports
 from daemons.doctor.services import examine_services
 from daemons.doctor.site import Site, this_site
 from daemons.doctor.software import examine_software
+from daemons.doctor.starting import examine_starting
 from kakeya_zmq.io.sockets import parse_address
 from wire.errors import ConfigError, FailureCode, RequestFailed, SecretFileError
 
@@ -54,6 +55,7 @@ def findings_of(site: Site) -> Iterator[Finding]:
         ("software", examine_software),
         ("settings", lambda: _settings(site)),
         ("keys", lambda: examine_keys(site)),
+        ("start", lambda: examine_starting(site)),
         ("machine", lambda: examine_machine(site)),
         ("model", lambda: examine_model(site)),
         ("ports", lambda: examine_ports(site)),

@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
+from daemons.check import check_model_folder
 from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.doctor.site import Site
 from daemons.engine_host import model_folder
-from kakeya_zmq.model.loader import read_config
 from wire.errors import KakeyaError
 
 PROBE: Final = ("-m", "kakeya_zmq.model.speed_probe")
@@ -50,7 +50,7 @@ def _folders(site: Site) -> Iterator[Finding]:
         if settings is None or not settings.model:
             continue
         try:
-            read_config(model_folder(settings))
+            check_model_folder(model_folder(settings))
         except KakeyaError as error:
             yield problem("model", error.message, error.remedy or "check --model (KAKEYA_MODEL)")
 

@@ -13,6 +13,7 @@ from typing import Final
 from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.doctor.network import MACOS_NO_ROUTE, NodeView, Reach
 from kakeya_zmq.compat import TENANT_KEY_ID, Compatibility
+from kakeya_zmq.decode_worker.values import WorkerState
 from wire.errors import FailureCode, RequestFailed
 
 SKEW_WARNING_MS: Final = 5_000.0
@@ -57,6 +58,7 @@ def judge_nodes(views: Sequence[NodeView]) -> Iterator[Finding]:
     for view in views:
         yield _state(view)
         yield from _memory(view)
+        yield from _decode_worker(view)
         yield from _clocks(view)
         yield from _links(view)
     yield from _one_way(views)
@@ -79,6 +81,17 @@ def _memory(view: NodeView) -> Iterator[Finding]:
         yield problem("memory", f"{view.node_id} takes no new work: its memory is nearly full ({level})", remedy)
     elif level == "warning":
         yield warning("memory", f"memory of {view.node_id} is getting full", remedy)
+
+
+def _decode_worker(view: NodeView) -> Iterator[Finding]:
+    child = view.sections.get("decode_worker", {})
+    if child.get("state") == WorkerState.GIVEN_UP.value:
+        text = f"{view.node_id} answers no prompt: its decode worker was lost too often"
+        remedy = "kakeya logs there tells what killed it; a model that does not fit in memory is the usual reason"
+        yield problem("decode", text, remedy)
+    elif child.get("restarts"):
+        text = f"the decode worker of {view.node_id} was lost and replaced, restarts: {child['restarts']}"
+        yield warning("decode", text, "kakeya logs there tells what killed it")
 
 
 def _clocks(view: NodeView) -> Iterator[Finding]:

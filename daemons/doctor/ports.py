@@ -28,7 +28,8 @@ def examine_ports(site: Site) -> Iterator[Finding]:
                 yield examine_port(role, address, ours)
 
 
-def examine_port(role: str, address: Address, ours: set[int]) -> Finding:
+def examine_port(role: str, address: Address, ours: set[int], flag: str = "--bind") -> Finding:
+    """Whether something for ``role`` can serve there; ``flag`` chooses another port."""
     error = try_to_bind(address)
     if error == 0:
         return ok("ports", f"{role}: {address} is free")
@@ -43,7 +44,7 @@ def examine_port(role: str, address: Address, ours: set[int]) -> Finding:
     told = describe(owner)
     if owner.pid in ours or told.startswith("a kakeya "):
         return ok("ports", f"{role}: {address} is served by {told}")
-    return problem("ports", f"{role}: {address} is taken by {told}", "stop it, or choose another port with --bind")
+    return problem("ports", f"{role}: {address} is taken by {told}", f"stop it, or choose another port with {flag}")
 
 
 def try_to_bind(address: Address) -> int:

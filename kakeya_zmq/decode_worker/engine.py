@@ -7,6 +7,7 @@ Rules
   is repeated once. A second loss in the same step fails the command and empties that session: whatever it is that kills
   children must not go on to kill them for everybody.
 - Nothing else of a session changes when the child is lost: position, open import, what was sampled.
+- A child that dies while nothing is asked of it is replaced at once; its sessions wait until they are next used.
 - Opening a session is only written down here; the child hears of it with the session's first work.
 
 Everything runs on the engine's thread (kakeya_zmq.engine_runner), but for :meth:`DecodeWorkerEngine.step_cancelled`,
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from kakeya_zmq.decode_worker import messages as m
 from kakeya_zmq.decode_worker.journal import Journal
 from kakeya_zmq.decode_worker.link import ChildLink
-from kakeya_zmq.decode_worker.values import WorkerFigures, WorkerLost, WorkerSettings, WorkerUnavailable
+from kakeya_zmq.decode_worker.values import WorkerFigures, WorkerLost, WorkerSettings, WorkerState, WorkerUnavailable
 from kakeya_zmq.engine import (
     CloseSession,
     Command,
@@ -104,6 +105,11 @@ class DecodeWorkerEngine:
             kept_bytes=sum(session.journal.kept_bytes for session in list(self._sessions.values())),
         )
 
+    @property
+    def given_up(self) -> bool:
+        """Whether no command can run now, since children were lost too often."""
+        return self._link.state is WorkerState.GIVEN_UP
+
     # --- the engine's interface --------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -152,6 +158,14 @@ class DecodeWorkerEngine:
         """End the child, by force if need be."""
         self._link.close()
         self._sessions.clear()
+
+    def idle(self) -> None:
+        """Replace a child that was lost, on the engine's thread, while no command is under way in a step."""
+        self._link.begin_step("")
+        lost = self._link.lost_unasked()
+        if lost is not None:
+            self._bury(lost)
+        self._link.revive()
 
     # --- commands ----------------------------------------------------------------------------------------------------
 

@@ -126,6 +126,7 @@ class ChildLink:
         while self._process is None:
             wait_s = self._policy.wait_s(self._clock())
             if wait_s is None:
+                self._give_up()
                 raise WorkerUnavailable(
                     "the decode worker was lost too often and is not started again for now",
                     remedy="see the log for what killed it; a model that does not fit in memory is the usual reason",
@@ -139,6 +140,37 @@ class ChildLink:
             except StepInterrupted as interrupted:
                 self.bury(interrupted)
                 raise
+
+    def lost_unasked(self) -> WorkerLost | None:
+        """Why the child is gone, when it died without having been asked anything; None while it lives or there is none."""
+        process = self._process
+        return None if process is None or process.alive else WorkerLost(self._how_it_ended())
+
+    def revive(self) -> None:
+        """Start a child in the place of a lost one, and wait for its model, if that may be done right now.
+
+        What goes wrong is told in the log, and bounds when the next one may be started.
+        """
+        if self._process is not None or self._facts is None or self._stopping.is_set():
+            return
+        wait_s = self._policy.wait_s(self._clock())
+        if wait_s is None:
+            self._give_up()
+        if wait_s != 0.0:
+            return
+        try:
+            self._launch()
+        except (WorkerLost, StepInterrupted) as lost:
+            self.bury(lost)
+        except WorkerUnavailable as unavailable:
+            self._warn(f"the decode worker was not started again: {unavailable}")
+
+    def _give_up(self) -> None:
+        given_up_before = self._state is WorkerState.GIVEN_UP
+        self._state = WorkerState.GIVEN_UP
+        if self._facts is not None and not given_up_before:  # else the node ends, and says so
+            pause_s = self._settings.limits.cool_down_s
+            self._warn(f"the decode worker was lost too often and is not started again for {pause_s:g} s")
 
     def ask(self, request: m.Start | m.Next | m.Cancel, payloads: Sequence[memoryview] = ()) -> m.Answer:
         """Send a request and wait for its answer, both within the time of one step.

@@ -15,7 +15,9 @@ class WorkerState(StrEnum):
     STARTING = "starting"
     READY = "ready"
     LOST = "lost"
-    """Dead or killed; the next command starts another one."""
+    """Dead or killed; another one is about to be started."""
+    GIVEN_UP = "given-up"
+    """Lost too often; another one is started later."""
     STOPPED = "stopped"
 
 

@@ -181,6 +181,11 @@ class ControlClient:
         return self.address.host
 
     @property
+    def answered_by(self) -> str | None:
+        """Who answered last in place of the expected node, by its own words."""
+        return self._session.answered_by
+
+    @property
     def fleet_key(self) -> FleetKey:
         """The PSK the connection is made with."""
         return self._fleet_key

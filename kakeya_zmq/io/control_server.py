@@ -69,6 +69,11 @@ class IncomingRequest:
         """Answered, or ended by itself."""
         return self._answered or self._ended
 
+    @property
+    def congested(self) -> bool:
+        """Whether the peer's queue is full: it does not read what it was sent before as fast as it asks."""
+        return self._server.congested(self.peer)
+
     def reply(self, body: ReplyBody) -> None:
         """End the request with its result.
 
@@ -223,6 +228,11 @@ class ControlServer:
         """Whether nobody has a session here any more."""
         return not self._peers and not self._requests and not self._backlog
 
+    def congested(self, peer: PeerInfo) -> bool:
+        """Whether messages for a peer wait because its queue is full."""
+        waiting = (self._sessions.peer_on(route) for route in self._backlog)
+        return any(each is not None and each.session_id == peer.session_id for each in waiting)
+
     def move(self, port: int, reason: str) -> None:
         """Let nobody in any more and send everybody to another port of this node, each when nothing of it is open here."""
         self.reactor.check_thread()
@@ -373,12 +383,12 @@ class ControlServer:
         if waiting is None:
             waiting = self._backlog[route] = deque()
         size_bytes = sum(map(len, frames))
+        self._schedule_flush()
         if len(waiting) >= BACKLOG_MESSAGES_MAX or self._backlog_bytes + size_bytes > BACKLOG_BYTES_MAX:
             self.counters["frames_dropped"] += 1
             return
         waiting.append(frames)
         self._backlog_bytes += size_bytes
-        self._schedule_flush()
 
     def _try_send(self, route: bytes, frames: list[bytes]) -> bool:
         """Whether the message is off our hands: sent, or its route is gone."""

@@ -42,6 +42,8 @@ _RECONNECT_MS_MAX: Final = 5_000
 _LANE_LINGER_MS: Final = 2_000
 _LANE_MESSAGES: Final = 4
 _CONTROL_MESSAGES: Final = 64
+_CONTROL_ANSWERS: Final = 16
+"""Answers queued for one connection: a peer that asks and never reads costs so many on each of its connections."""
 _BUS_MESSAGES: Final = 1_024
 
 
@@ -63,13 +65,15 @@ class SocketProfile:
     """How one kind of socket is set up.
 
     ``message_bytes_max`` bounds one frame; ``queue_messages`` is the high-water mark of each direction and connection
-    (it counts messages, so it never bounds bytes by itself); ``immediate`` queues only to finished connections.
+    (it counts messages, so it never bounds bytes by itself), ``send_queue_messages`` another one for what is sent;
+    ``immediate`` queues only to finished connections.
     """
 
     name: str
     socket_types: tuple[int, ...]
     message_bytes_max: int
     queue_messages: int
+    send_queue_messages: int | None = None
     linger_ms: int = 0
     immediate: bool = False
     router_mandatory: bool = False
@@ -80,7 +84,7 @@ class SocketProfile:
             (zmq.LINGER, self.linger_ms),
             (zmq.IPV6, 1),
             (zmq.MAXMSGSIZE, self.message_bytes_max),
-            (zmq.SNDHWM, self.queue_messages),
+            (zmq.SNDHWM, self.queue_messages if self.send_queue_messages is None else self.send_queue_messages),
             (zmq.RCVHWM, self.queue_messages),
             (zmq.RECONNECT_IVL, _RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, _RECONNECT_MS_MAX),
@@ -103,6 +107,7 @@ CONTROL_SERVER: Final = SocketProfile(
     socket_types=(zmq.ROUTER,),
     message_bytes_max=limits.CONTROL_MESSAGE_BYTES_MAX,
     queue_messages=_CONTROL_MESSAGES,
+    send_queue_messages=_CONTROL_ANSWERS,
     router_mandatory=True,
 )
 CONTROL_CLIENT: Final = SocketProfile(

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Final, assert_never
 
 from kakeya_zmq.protocol.directory_values import (
@@ -60,7 +61,7 @@ from kakeya_zmq.protocol.identities import OTHER_KEY, IdentityBook
 from wire.cards import Card, mark_of, open_card, pack_digest, unpack_digest, unpack_marks
 from wire.errors import RemoteProtocolError
 from wire.ids import NodeId
-from wire.limits import CARDS_PER_EXCHANGE_MAX
+from wire.limits import ANSWER_BYTES_MAX, CARDS_PER_EXCHANGE_MAX
 
 __all__ = [
     "Announce",
@@ -183,16 +184,17 @@ class Directory:
         ages: list[int] = []
         if theirs.get(mark_of(self._node_id)) != (self._incarnation, self._sequence):
             blobs, ages = [own], [max(0, int((now - made_at) * 1000))]
-        room = CARDS_PER_EXCHANGE_MAX - len(blobs)
-        if len(newer) > room:
+        room, room_bytes = CARDS_PER_EXCHANGE_MAX - len(blobs), ANSWER_BYTES_MAX - sum(map(len, blobs))
+        if len(newer) > room or sum(len(held.blob) for _, held in newer) > room_bytes:
             self._rng.shuffle(newer)
             newer.sort(key=lambda entry: entry[0])
-        sent = [held for _, held in newer[:room]]
+        sizes = accumulate(len(held.blob) for _, held in newer[:room])
+        sent = [held for (_, held), size in zip(newer, sizes, strict=False) if size <= room_bytes]
         blobs += [held.blob for held in sent]
         ages += [held.age_ms(now) for held in sent]
         expired = self._expired_marks()
         wanted = b"".join(mark for mark, version in theirs.items() if self._wants(mark, version, expired))
-        return tuple(blobs), tuple(ages), wanted[: 8 * CARDS_PER_EXCHANGE_MAX], len(newer) > room
+        return tuple(blobs), tuple(ages), wanted[: 8 * CARDS_PER_EXCHANGE_MAX], len(newer) > len(sent)
 
     def deadline(self) -> float:
         """When the next round, announcement or expiry is due, in seconds on the caller's clock."""

@@ -4,6 +4,8 @@ Rules
 - A session's history is append-only; how appends are grouped never changes its state. An append that fails or is cancelled
   leaves the history as it was, and the session usable.
 - A session belongs to the node that opened it, by its name and its identity key; for others it does not exist.
+- When the table is full, the oldest idle session of whoever has most of them makes room; nobody loses one to an asker that
+  has as many.
 - One operation at a time on a session; a second one is refused with ABORTED. Different sessions interleave.
 - Between the first and the last token of a generation nothing is asked of the fleet on the session's behalf: what a turn
   produced is handed over for publishing when its generation has ended, when the session is closed, or when no generation
@@ -85,6 +87,7 @@ from kakeya_zmq.protocol.inference_session import (
     alone,
     appended_history,
     checked_sampling,
+    session_to_evict,
 )
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, PreparationOutcome, Ready, Unavailable
@@ -264,12 +267,8 @@ class InferenceService:
             body = alone(body)
         effects: list[InferenceEffect] = []
         if len(self._sessions) >= self._settings.capacity:
-            idle = [session for session in self._sessions.values() if session.operation is None]
-            if not idle:
-                text = f"all {self._settings.capacity} sessions are busy"
-                raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text, remedy="try again, or raise --capacity")
-            oldest = min(idle, key=lambda session: session.last_used)
-            effects += [Count("sessions_evicted"), *self._close(oldest, "evicted to make room", now)]
+            evicted = session_to_evict(self._sessions.values(), event.identity_public_key)
+            effects += [Count("sessions_evicted"), *self._close(evicted, "evicted to make room", now)]
         session = Session("sess-" + self._random_bytes(16).hex(), event.node_id, event.identity_public_key, body, now)
         self._sessions[session.session_id] = session
         created = SessionCreated(
@@ -439,7 +438,9 @@ class InferenceService:
     def _report(self, operation: Appending) -> list[InferenceEffect]:
         progress = operation.preparation.progress
         seen = (progress.tokens_done, int(progress.source))
-        if operation.key is None or seen == operation.reported or progress.tokens_total == 0:
+        # What a user sees never goes back, also when another stage begins to count anew.
+        unchanged = seen == operation.reported or progress.tokens_done < operation.reported[0]
+        if operation.key is None or unchanged or progress.tokens_total == 0:
             return []
         operation.reported = seen
         body = PrefillProgress(tokens_done=progress.tokens_done, tokens_total=progress.tokens_total, source=progress.source)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -25,7 +27,7 @@ class InferenceSettings:
     """Bounds of the session table."""
 
     capacity: int = 4
-    """Sessions held at once; the least recently used idle one makes room."""
+    """Sessions held at once; see :func:`session_to_evict`."""
     session_idle_s: float = 1800.0
     sharing: bool = True
     """False: every prompt is computed here, whatever a session asks for, and nothing is kept or published."""
@@ -166,6 +168,32 @@ def appended_history(history: TokenArray, packed: bytes, facts: ModelFacts) -> T
         text = f"the session would hold {total} tokens and the model's context is {facts.max_context_tokens}"
         raise RequestFailed(FailureCode.INVALID_ARGUMENT, text, remedy="shorten the prompt or start a new session")
     return np.concatenate([history, added]).astype(np.int32, copy=False)
+
+
+def session_to_evict(sessions: Collection[Session], asker_key: bytes) -> Session:
+    """The session of a full table that makes room for a new one of ``asker_key``.
+
+    It is the idle one used longest ago of the identity key that has the most sessions: the asker's, when others have no
+    more. So whoever opens sessions without end ends its own.
+
+    Raises:
+        RequestFailed: RESOURCE_EXHAUSTED, there is none: all are busy, or the idle ones belong to others that have no more
+            than the asker.
+    """
+    remedy = "close a session or try again later, or raise --capacity"
+    idle = [session for session in sessions if session.operation is None]
+    if not idle:
+        raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, f"all {len(sessions)} sessions are busy", remedy=remedy)
+    held = Counter(session.creator_key for session in sessions)
+
+    def order(session: Session) -> tuple[int, bool, float]:
+        return held[session.creator_key], session.creator_key == asker_key, -session.last_used
+
+    chosen = max(idle, key=order)
+    if chosen.creator_key != asker_key and held[chosen.creator_key] <= held[asker_key]:
+        text = f"all {len(sessions)} sessions are taken, and those that are idle belong to others that have no more than you"
+        raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text, remedy=remedy)
+    return chosen
 
 
 def checked_sampling(body: Generate) -> Sampling:

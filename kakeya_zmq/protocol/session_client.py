@@ -123,6 +123,8 @@ class ClientSession:
     ) -> None:
         self.refusals: Counter[str] = Counter()
         self.state = ClientState.CLOSED
+        self.answered_by: str | None = None
+        """The name that another node than the expected one gave when it answered last."""
         self.replaced_because = "the socket was replaced"
         """Why the host replaced a socket with a session, for the requests that fail by it."""
         self._local = local
@@ -398,6 +400,7 @@ class ClientSession:
 
     def _refuse_node(self, welcome: Welcome) -> str | None:
         if self._expected_node_id is not None and welcome.node_id != self._expected_node_id:
+            self.answered_by = welcome.node_id
             return "another node answers at this address"
         refusal = self._identities.admit(welcome.node_id, welcome.identity_public_key, welcome.roles, dialled=True)
         if refusal == OTHER_KEY:

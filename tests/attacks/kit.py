@@ -27,15 +27,24 @@ GET_STATUS: Final = [12]
 
 
 class RawClient:
-    """A DEALER with the fleet's CURVE keys (or others), and nothing of the project behind it."""
+    """A DEALER with the fleet's CURVE keys (or others), and nothing of the project behind it.
 
-    def __init__(self, address: str, psk: bytes, *, curve_psk: bytes | None = None, reconnects: bool = True) -> None:
+    Args:
+        deaf: takes in next to nothing that is not asked for by :meth:`receive`.
+    """
+
+    def __init__(
+        self, address: str, psk: bytes, *, curve_psk: bytes | None = None, reconnects: bool = True, deaf: bool = False
+    ) -> None:
         self.psk = psk
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self._context.socket(zmq.DEALER)
         self.socket.linger = 0
         if not reconnects:
             self.socket.reconnect_ivl = -1
+        if deaf:
+            self.socket.rcvhwm = 2
+            self.socket.setsockopt(zmq.RCVBUF, 4096)
         curve_psk = psk if curve_psk is None else curve_psk
         server_public, _ = wire.curve_pair(wire.purpose_key(curve_psk, "kz curve server"))
         own_public, own_secret = wire.curve_pair(wire.purpose_key(curve_psk, "kz curve client"))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket as os_socket
+import threading
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
-from tests.attacks.kit import RawClient, Siege
+from tests.attacks.kit import RawClient, Siege, repeat
 from tests.fleet_rig import wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
@@ -19,7 +23,14 @@ STOLEN = (
 )
 
 
-def card_of(who: Identity, *, node_id: str | None = None, incarnation: int | None = None) -> bytes:
+def card_of(
+    who: Identity,
+    *,
+    node_id: str | None = None,
+    incarnation: int | None = None,
+    address: str = "127.0.0.1:9",
+    ttl_ms: int = 60_000,
+) -> bytes:
     fields: list[Any] = [
         node_id or who.node_id,
         who.public,
@@ -29,13 +40,13 @@ def card_of(who: Identity, *, node_id: str | None = None, incarnation: int | Non
         "independent",
         "",
         0,
-        [["127.0.0.1:9", "lan", 50, b""]],
+        [[address, "lan", 50, b""]],
         0,
         [],
         None,
         None,
         time.time(),
-        60_000,
+        ttl_ms,
     ]
     return wire.sign_card(who.signing, fields)
 
@@ -87,3 +98,66 @@ def test_a_card_with_a_stolen_name(siege: Siege, other: Siege) -> None:
         cards = [wire.read_card(card) for card in tell(client, session, 3, card_of(Identity.new("asker")))]
         assert thief.public not in {card[1] for card in cards}
         assert "other" in {card[0] for card in cards}
+
+
+class Bystander:
+    """Somebody's port: takes every connection, reads nothing, says nothing and closes it."""
+
+    def __init__(self) -> None:
+        self._listener = os_socket.create_server(("127.0.0.1", 0), backlog=500)
+        self.port: int = self._listener.getsockname()[1]
+        self.connections = 0
+        self._thread = threading.Thread(target=self._run, name="bystander")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(os_socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self.connections += 1
+                connection.close()
+
+
+def made_up(count: int, *addresses: str) -> Iterator[bytes]:
+    """Cards of nodes that do not exist, soon forgotten again."""
+    for number in range(count):
+        name = f"made-up-{wire.os.urandom(4).hex()}"
+        yield card_of(Identity.new(name), address=addresses[number % len(addresses)], ttl_ms=15_000)
+
+
+def assert_served(siege: Siege) -> None:
+    assert siege.status().node_id == siege.node.name
+
+
+def test_many_cards_that_name_one_address_do_not_make_a_node_hammer_it(siege: Siege) -> None:
+    with Bystander() as bystander, siege.client() as client:
+        session = client.join()
+        for number, card in enumerate(made_up(24, f"127.0.0.1:{bystander.port}"), start=1):
+            tell(client, session, number, card)
+        wait_until(lambda: bystander.connections > 0, "the address is dialled")
+        repeat(5.0, lambda: assert_served(siege))
+        # An attempt may connect twice before it is given up; each of the two nodes makes some, at once, after 1 s, 3 s, 7 s.
+        assert bystander.connections <= 24
+
+
+def test_names_and_odd_forms_of_an_address_are_never_dialled(siege: Siege) -> None:
+    def passed_over() -> int:
+        return int(siege.status().sections["prefill"].get("endpoints_passed_over", 0) or 0)
+
+    before = passed_over()
+    with Bystander() as bystander, siege.client() as client:
+        forms = [f"{host}:{bystander.port}" for host in ("localhost", "127.1", "0x7f000001", "2130706433", "0.0.0.0")]
+        session = client.join()
+        for number, card in enumerate(made_up(20, *forms), start=1):
+            tell(client, session, number, card)
+        wait_until(lambda: passed_over() >= before + 5, "several of them were looked at")
+        assert bystander.connections == 0

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
+from daemons.node import NOT_READ
 from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNPROVEN
 from kakeya_zmq.protocol.identities import OTHER_KEY, TOO_MANY_NEW
 from kakeya_zmq.protocol.session_server import SESSIONS_PER_KEY_MAX
-from tests.attacks.kit import Siege
+from tests.attacks.kit import MEMORY_MAX, Honest, RawClient, Siege, repeat
 from tests.attacks.test_cards import card_of, known_to, tell
 from tests.attacks.test_revoked import EXCHANGE
-from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.attacks.test_tenants import compatibility
+from tests.fleet_rig import Fleet, kept_fleet, resident_bytes, wait_until
+from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
+from wire.limits import ANSWER_BYTES_MAX, CARD_BYTES_MAX
 
 CONNECTIONS_MAX = 64
+LARGE_CARDS = 40
+ATTACK_S = 8.0
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +91,59 @@ def test_made_up_names_do_not_push_out_a_node_that_is_away(narrow: Siege) -> Non
     with narrow.expect(OTHER_KEY), narrow.client() as client:
         client.send(*client.hello(Identity(away.node_id, puppet.signing))[0])
         assert client.receive(0.5) is None
+
+
+def large_card(who: Identity) -> bytes:
+    """Near the bound of a card (16 KiB)."""
+    fields = wire.read_card(card_of(who))
+    for number in range(5):
+        values = compatibility("t", f"{who.node_id}-{number}")
+        values |= dict.fromkeys(("model_revision", "tokenizer_revision", "quantization", "kv_dtype", "rope_hash"), "x" * 500)
+        fields[10].append(["m", "worker", "", 0.0, wire.fingerprint(values), "t", values])
+    card = wire.sign_card(who.signing, fields)
+    assert 14_000 < len(card) <= CARD_BYTES_MAX
+    return card
+
+
+def ask_and_never_read(client: RawClient, session: wire.Session, number: int) -> None:
+    with contextlib.suppress(zmq.Again):
+        client.socket.send_multipart(session.seal([1, number, 60_000, [EXCHANGE, [], [], b""]]), zmq.NOBLOCK)
+
+
+def test_a_member_that_asks_for_long_answers_and_never_reads(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """All the sessions one identity may have ask for all cards, which are large, for some seconds; nothing is taken in."""
+    home = tmp_path_factory.mktemp("deaf")
+    with kept_fleet(request, home / "no-model", home) as fleet, contextlib.ExitStack() as stack:
+        node = fleet.add("cache", name="talker")
+        node.launch()
+        node.wait_ready()
+        talker = Siege(fleet, "talker")
+        with talker.client() as client:
+            session = client.join(roles=("worker",))
+            for number in range(1, LARGE_CARDS + 1):
+                tell(client, session, number, large_card(Identity.new(f"large-{number}")))
+            wait_until(lambda: len(known_to(talker)) >= LARGE_CARDS, "the cards are known")
+            reply = client.ask(session, [EXCHANGE, [], [], b""], number=LARGE_CARDS + 1)
+            assert sum(map(len, reply[2][1])) <= ANSWER_BYTES_MAX
+            assert reply[2][4], "there are more"
+        greedy = Identity.new("greedy")
+        deaf = [stack.enter_context(talker.client(deaf=True)) for _ in range(SESSIONS_PER_KEY_MAX)]
+        sessions = [each.join(Identity(f"greedy-{number}", greedy.signing)) for number, each in enumerate(deaf)]
+        memory = resident_bytes(node.pid)
+        numbers = itertools.count(1)
+
+        def ask_all() -> None:
+            for each, opened in zip(deaf, sessions, strict=True):
+                ask_and_never_read(each, opened, next(numbers))
+            time.sleep(0.02)
+
+        with Honest(node) as honest:
+            repeat(ATTACK_S, ask_all)
+            grown = resident_bytes(node.pid) - memory
+            before = honest.answers
+            wait_until(lambda: honest.answers > before or bool(honest.failures), "the honest client is still served")
+        assert honest.failures == []
+        assert grown < MEMORY_MAX, f"memory grew by {grown / 2**20:.1f} MiB"
+        assert talker.refusals()[NOT_READ] > 0

@@ -16,17 +16,20 @@ import pytest
 from kakeya_zmq.roster import (
     CLIENTS_ONLY_ASK,
     FOREIGN_TENANT,
+    NOT_ASKED,
     NOT_LISTED,
     OTHER_KEY_LISTED,
     ROLE_NOT_LISTED,
 )
 from tests.attacks.kit import RawClient, Siege
+from tests.attacks.rogue_member import FAILURE, RogueMember
 from tests.attacks.test_bulk import (
     CHUNK,
     CREDIT,
     DATA_LAST,
     FETCH,
     PART_BYTES,
+    PUBLISH,
     RELEASE,
     Material,
     publish,
@@ -35,11 +38,11 @@ from tests.attacks.test_bulk import (
     push_all,
 )
 from tests.attacks.test_cards import EXCHANGE, card_of, tell
-from tests.fleet_rig import Fleet, kept_fleet, model_folder, wait_until
+from tests.fleet_rig import Fleet, answer, kept_fleet, model_folder, prompt, wait_published, wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
 
-NOT_FOUND, PERMISSION_DENIED = 2, 3
+NOT_FOUND, PERMISSION_DENIED, UNIMPLEMENTED = 2, 3, 11
 LOOKUP, SUBMIT = 2, 6
 CREATE, GET_REQUESTS = [7, "", [], None, True, True, []], [13, 5]
 RED, BLUE, SMALL = Identity.new("red-node"), Identity.new("blue-node"), Identity.new("small-node")
@@ -88,7 +91,12 @@ def material(tenant: str, model: str = "x") -> Material:
 def write_roster(path: Path, *listed: tuple[Identity, str], extra: str = "") -> None:
     lines = [extra, "[tenants.small]", f"quota_gb = {(QUOTA_PARTS + 0.5) * PART_BYTES / 2**30}"]
     for who, tenant in listed:
-        lines += [f"[nodes.{who.node_id}]", f'key = "{who.public.hex()}"', 'roles = ["worker"]', f'tenants = ["{tenant}"]']
+        lines += [
+            f"[nodes.{who.node_id}]",
+            f'key = "{who.public.hex()}"',
+            'roles = ["worker", "cache"]',
+            f'tenants = ["{tenant}"]',
+        ]
     temporary = path.with_suffix(".new")
     temporary.write_text("\n".join(lines), encoding="utf-8")
     temporary.replace(path)
@@ -346,6 +354,81 @@ def test_a_session_does_not_exist_for_others(red_primary: Siege) -> None:
             session = again.join(RED, roles=("worker",), incarnation=2)
             assert again.ask(session, [11, session_id])[2][1] == 0
             assert again.ask(session, [10, session_id], number=2)[0] == 4
+
+
+class Claims(RogueMember):
+    """A node that offers what the primary's own workers and caches offer, and remembers what it was asked."""
+
+    def __init__(self, psk: bytes, who: Identity) -> None:
+        self.asked: list[int] = []
+        super().__init__(psk, who, self._fail, roles=("worker", "cache"))
+
+    def _fail(self, body: list[Any]) -> list[Any]:
+        self.asked.append(body[0])
+        return [FAILURE, UNIMPLEMENTED, "no"]
+
+    def join(self, primary: Siege) -> None:
+        """Copy what it takes from the primary's card and status, and have the primary take a card with it."""
+        with primary.client() as client:
+            session = client.join(self.who, roles=("worker", "cache"))
+            of_primary = client.ask(session, [EXCHANGE, [], [], b"", [], b""])[2][1]
+            model = next(fields for fields in map(wire.read_card, of_primary) if fields[0] == "primary")[10][0]
+            namespace, values = model[4], dict(model[6])
+            fields = wire.read_card(card_of(self.who, incarnation=1))
+            fields[4], fields[8], fields[9] = (
+                ["worker", "cache"],
+                [[self.address, "lan", 50, wire.key_id(self._psk)]],
+                self.bus_port,
+            )
+            fields[11] = [10**6, 10**9, 1000, 1, 0.0, 0, 0, 0, 0, [namespace], [[namespace, 10**6]]]
+            values["tenant_key_id"] = primary.status().sections["compatibility"]["tenant_key_id"]
+            fields[12] = [namespace, values, 4, 0, 0, 0, 0.0, 1e6, 2**33, True]
+            tell(client, session, 2, wire.sign_card(self.who.signing, fields))
+        wait_until(lambda: connected(primary) >= {self.who.node_id}, "the primary is connected to it")
+
+    def was_asked(self) -> set[int]:
+        """Kinds of requests, but for exchanges of cards."""
+        return set(self.asked) - {EXCHANGE}
+
+
+def connected(primary: Siege) -> set[str]:
+    """Names of nodes that it is connected to and whose card it has."""
+    rows = primary.status().peers
+    return {str(row["node_id"]) for row in rows if row["state"] == "up" and row.get("card_age_ms") is not None}
+
+
+def test_a_primary_asks_no_node_of_another_tenant(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Whoever sees a card can claim what it offers, by name of the settings too: none of it gets prompts, hashes or KV. A
+    node that the roster lists with the tenant and that claims the same is asked."""
+    home = tmp_path_factory.mktemp("claims")
+    write_roster(home / "fleet.toml", *ALL)
+    with kept_fleet(request, model_folder(tmp_path_factory), home) as fleet:
+        psk = fleet.psk_file.read_bytes().strip()
+        with Claims(psk, BLUE) as blue, Claims(psk, SMALL) as small, Claims(psk, RED) as red:
+            static = ("--worker", blue.address, "--cache-peer", small.address, "--cache-replication-factor", "3")
+            node = fleet.add("primary", "--tenant-id", "red", *static)
+            node.launch()
+            node.wait_ready()
+            primary = Siege(fleet, "primary")
+            for each in (blue, small):
+                each.join(primary)
+            with node.client() as client:
+                alone = answer(client, prompt(700, 50), 3)
+                wait_published(client)
+                assert (blue.was_asked(), small.was_asked()) == (set(), set())
+                assert primary.refusals()[NOT_ASKED] == 2, "each is told of once"
+                red.join(primary)
+                answer(client, prompt(700, 51), 3)
+                wait_until(
+                    lambda: red.was_asked() >= {LOOKUP, SUBMIT, PUBLISH}, "one of the own tenant is asked for everything"
+                )
+                wait_published(client)
+                again = answer(client, prompt(700, 50), 3, use_local_cache=False)
+            assert (blue.was_asked(), small.was_asked()) == (set(), set())
+            assert again.tokens == alone.tokens
+            assert primary.refusals()[NOT_ASKED] == 2
 
 
 def lookup_seconds(client: RawClient, session: wire.Session, what: Material, number: int) -> float:

@@ -16,7 +16,7 @@ import pytest
 
 from kakeya_zmq.client import Session
 from kakeya_zmq.decode_worker.values import WorkerFigures
-from tests.fleet_rig import PROJECT, Fleet, Node, Reference, model_folder, prompt, wait_until
+from tests.fleet_rig import PROJECT, Fleet, Node, Reference, model_folder, prompt, run_kakeya, wait_until
 
 GONE_S = 20.0
 LONG = 150
@@ -77,6 +77,12 @@ def test_a_primary_answers_the_same_while_its_child_is_killed_and_hangs(fleet: F
     assert before.keys() == {field.name for field in fields(WorkerFigures)}
     child = int(str(before["pid"]))
     assert psutil.Process(child).ppid() == primary.pid
+    # While nothing is asked of it, too.
+    os.kill(child, signal.SIGKILL)
+    wait_until(lambda: (section(primary)["state"], section(primary)["restarts"]) == ("ready", 1), "a new child while idle")
+    child = int(str(section(primary)["pid"]))
+    told = run_kakeya("status", "--address", primary.address, home=fleet.home).stdout
+    assert f"decode worker  ready, process {child}, restarts 1, hangs 0\n" in told
     with primary.client() as client, client.create_session() as session:
         session.append(first)
         answer = broken_into(session, LONG, 4, lambda: os.kill(child, signal.SIGKILL))
@@ -97,7 +103,7 @@ def test_a_primary_answers_the_same_while_its_child_is_killed_and_hangs(fleet: F
             assert broken_into(other, LONG, 3, lambda: os.kill(third, signal.SIGKILL), **sampling) == wanted
             other.append(second)  # should the answer have been over before the child was dead, this finds it so
     after = section(primary)
-    assert (after["state"], after["restarts"], after["hangs"]) == ("ready", 3, 1)
+    assert (after["state"], after["restarts"], after["hangs"]) == ("ready", 4, 1)
     assert int(str(after["memory_bytes"])) > 0
     last = int(str(after["pid"]))
     assert primary.terminate() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -12,12 +13,14 @@ import psutil
 import pytest
 
 from kakeya_zmq.decode_worker.engine import DecodeWorkerEngine
+from kakeya_zmq.decode_worker.restarts import RestartLimits
 from kakeya_zmq.decode_worker.values import WorkerSettings
 from kakeya_zmq.engine import Command, CommandFailed, Decode, Engine, OpenSession, Prefill, TokenDecoded
 from kakeya_zmq.engine_runner import EngineFailed, EngineReady, EngineRunner, RunnerEvent
 from kakeya_zmq.protocol.effects import CommandEnded, CommandEvent, Ticket
-from tests.decode_worker.kit import toy_settings
+from tests.decode_worker.kit import kill, toy_settings
 from tests.decode_worker.toy_engine import BUG, HANG, ToyEngine
+from tests.fleet_rig import wait_until
 
 DEADLINE_S = 30.0
 PROMPT = np.arange(10, dtype=np.int32)
@@ -103,6 +106,59 @@ def test_a_step_of_an_engine_that_watches_itself_is_never_old(ready: Bench) -> N
     assert later.since_s > running.since_s
     ready.runner.cancel(Ticket(2))
     ready.until_ended()
+
+
+def test_a_child_that_dies_while_idle_is_replaced_before_anything_is_asked(ready: Bench) -> None:
+    ready.run(1, OpenSession("s"))
+    first_turn = ready.run(2, Prefill("s", PROMPT))
+    first = ready.engine.figures().pid
+    kill(ready.engine)
+    wait_until(
+        lambda: ready.engine.figures().restarts == 1 and ready.engine.figures().state == "ready",
+        "a child in the place of the lost one",
+    )
+    assert ready.engine.figures().pid not in (0, first)
+    assert ready.engine.figures().restored_sessions == 0
+    assert len(first_turn) == len(ready.run(3, Prefill("s", PROMPT)))
+    assert ready.engine.session_position("s") == 2 * len(PROMPT)
+    assert ready.engine.figures().restored_sessions == 1
+    assert ready.runner.failures == 0
+
+
+def test_children_that_die_too_often_while_idle_are_given_up_and_tried_again_later() -> None:
+    limits = RestartLimits(losses_max=1, backoff_first_s=0.0, cool_down_s=3.0, window_s=1000.0)
+    warned: list[str] = []
+    made = Bench(DecodeWorkerEngine(toy_settings(limits=limits), warn=warned.append))
+    try:
+        assert isinstance(made.next(), EngineReady)
+        made.run(1, OpenSession("s"))
+        kill(made.engine)
+        wait_until(lambda: made.engine.figures().restarts == 1 and made.engine.figures().state == "ready", "a second child")
+        assert not made.engine.given_up
+        kill(made.engine)
+        wait_until(lambda: made.engine.given_up, "the child is given up")
+        assert made.engine.figures().state == "given-up"
+        assert made.engine.figures().pid == 0
+        assert warned[:2] == ["the decode worker was lost: it was ended by signal 9"] * 2
+        assert warned[2] == "the decode worker was lost too often and is not started again for 3 s"
+        wait_until(lambda: made.engine.figures().state == "ready", "a third child after the pause")
+        assert not made.engine.given_up
+        assert len(warned) == 3
+        assert not any(isinstance(event, CommandFailed) for event in made.run(2, Prefill("s", PROMPT)))
+    finally:
+        assert made.runner.stop(DEADLINE_S)
+
+
+def test_stopping_while_a_lost_child_is_replaced_leaves_no_child(tmp_path: Path) -> None:
+    marker = tmp_path / "silent"
+    made = bench(toy_settings(settings=msgspec.msgpack.encode({"silent_if": str(marker)})))
+    assert isinstance(made.next(), EngineReady)
+    marker.touch()
+    kill(made.engine)
+    wait_until(lambda: made.engine.figures().restarts == 1, "a second child is loading")
+    child = psutil.Process(made.engine.figures().pid)
+    assert made.runner.stop(DEADLINE_S)
+    assert not child.is_running()
 
 
 def test_a_bug_in_the_child_is_counted_here(ready: Bench) -> None:

@@ -1,6 +1,7 @@
 """A child process around :class:`tests.decode_worker.toy_engine.ToyEngine`; its settings say how it should behave.
 
-``{"refuse": text}``: says that the model cannot be loaded. ``{"silent": true}``: never gets ready. ``{"weights": path}``:
+``{"refuse": text}``: says that the model cannot be loaded. ``{"silent": true}``: never gets ready, with
+``{"silent_if": path}`` when there is such a file. ``{"weights": path}``:
 the file's length is part of the model's facts. Otherwise it serves.
 """
 
@@ -31,7 +32,7 @@ def main() -> None:
     if "refuse" in settings:
         refuse(channel, ModelError(settings["refuse"], remedy="another folder"))
         return
-    if settings.get("silent"):
+    if settings.get("silent") or ("silent_if" in settings and Path(settings["silent_if"]).exists()):
         threading.Event().wait()
     facts = FACTS
     if "weights" in settings:

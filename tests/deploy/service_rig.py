@@ -41,12 +41,15 @@ class Home:
         """Let the stand-in misbehave ``count`` times: refuse-bootstrap or slow-bootout."""
         (self.home / "launchd" / name).write_text(str(count), encoding="utf-8")
 
-    def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        """Run a script of deploy/; a changed variable that is empty is taken away."""
+    def run(
+        self, script: str, *arguments: str, folder: Path | None = None, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a script of deploy/, in ``folder``; a changed variable that is empty is taken away."""
         environment = {name: value for name, value in {**self.environment, **changes}.items() if value}
         return subprocess.run(
             ["bash", str(DEPLOY / script), *arguments],
             env=environment,
+            cwd=folder,
             capture_output=True,
             text=True,
             timeout=120,
@@ -64,6 +67,7 @@ def make_home(folder: Path) -> Home:
     model = home / "models" / "tiny"
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}), encoding="utf-8")
+    (model / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     programs = home / "bin"
     programs.mkdir()
     (programs / "launchctl").symlink_to(Path(__file__).with_name("launchctl.sh"))

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from daemons.doctor.network import NodeView, Reach, each_once
 from daemons.doctor.network_findings import judge_nodes, judge_reach
 from daemons.doctor.services import judge_unit
 from daemons.doctor.software import judge_packages, judge_python
+from daemons.doctor.starting import is_writable, judge_levels
 from tests.fleet_rig import PROJECT, Fleet, kept_fleet, model_folder, run_kakeya, wait_until
 from wire.keys import FleetKey, write_secret_file
 from wire.limits import GIB
@@ -135,6 +137,103 @@ def test_a_missing_model(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> Non
     found = [row for row in doctor.findings() if row["subject"] == "model"]
     assert found
     assert all(row["level"] == "problem" and row["remedy"] for row in found)
+
+
+EMPTY_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
+
+
+@pytest.mark.parametrize(("weights", "words"), [(None, "no model*.safetensors"), (EMPTY_WEIGHTS[:-1], "is truncated")])
+def test_a_model_without_whole_weights(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, weights: bytes | None, words: str
+) -> None:
+    model = doctor.home / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "gemma3_text"}')
+    if weights is not None:
+        (model / "model.safetensors").write_bytes(weights)
+    monkeypatch.setenv("KAKEYA_MODEL", str(model))
+    assert doctor.one(words)["subject"] == "model"
+
+
+# What keeps a daemon from starting: each fault is planted, and the daemon itself refuses it, too.
+
+
+def _same_line(doctor: Doctor, words: str) -> dict[str, str]:
+    """The doctor's finding, after the daemon itself was refused with these words."""
+    done = run_kakeya("cache", "--node-id", "n", "--bind", "127.0.0.1:0", home=doctor.home)
+    assert done.returncode not in (0, 1), done.stderr
+    assert words in done.stderr
+    found = doctor.one(words)
+    assert found["level"] == "problem"
+    return found
+
+
+def test_a_broken_roster(doctor: Doctor) -> None:
+    (doctor.home / "fleet.toml").write_text("[[node]\n")
+    assert _same_line(doctor, "fleet.toml is not TOML")["subject"] == "start"
+
+
+def test_damaged_state_of_a_node(doctor: Doctor) -> None:
+    folder = doctor.home / "nodes" / "n"
+    folder.mkdir(parents=True)
+    (folder / "known_nodes.json").write_text("{")
+    assert "trust every node anew" in _same_line(doctor, "known_nodes.json is damaged")["remedy"]
+
+
+def test_an_identity_key_that_is_none(doctor: Doctor) -> None:
+    path = doctor.home / "nodes" / "n" / "identity.key"
+    write_secret_file(path, b"not hexadecimal digits, but long enough to be taken for a key of a node")
+    found = _same_line(doctor, f"{path} does not hold 64 hexadecimal digits")
+    assert found["subject"] == "keys"
+    assert "remove it" in found["remedy"]
+
+
+def test_a_file_where_a_folder_should_be(doctor: Doctor) -> None:
+    (doctor.home / "nodes").write_text("")
+    assert "mv " in doctor.one(f"{doctor.home / 'nodes'} is not a folder")["remedy"]
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="no users here")
+def test_a_folder_that_this_user_may_not_write_to() -> None:
+    """Asked as somebody who is not root, whom no mode keeps out."""
+    folder = Path(tempfile.mkdtemp(prefix="kakeya-doctor-"))
+    ourselves, other = os.geteuid(), os.geteuid() or 65_534
+    try:
+        os.chown(folder, other, -1)
+        os.seteuid(other)
+        assert is_writable(folder)
+        folder.chmod(0o500)
+        assert not is_writable(folder)
+    finally:
+        os.seteuid(ourselves)
+        folder.chmod(0o700)
+        folder.rmdir()
+
+
+def test_a_taken_health_port(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        monkeypatch.setenv("KAKEYA_RUNTIME_HEALTH_PORT", str(other.getsockname()[1]))
+        assert "--runtime-health-port" in doctor.one("health endpoint of the worker: ")["remedy"]
+
+
+def test_an_address_to_advertise_that_is_none(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_ADVERTISE", "0.0.0.0:51051")
+    assert "--bind may be 0.0.0.0" in doctor.one("where nobody can reach it")["remedy"]
+
+
+def test_an_assertion_about_nothing(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_ASSERT_COMPATIBILITY", "foo=1")
+    assert "window_size" in doctor.one("unknown compatibility field foo")["remedy"]
+
+
+def test_memory_levels_that_refuse_everything(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    for level, value in (("WARNING", "0.01"), ("DRAIN", "0.02"), ("UNHEALTHY", "0.05")):
+        monkeypatch.setenv(f"KAKEYA_MEMORY_{level}_GB", value)
+    assert "--memory-drain-gb" in doctor.one("it would take no work")["remedy"]
+    assert not list(judge_levels("worker", 20 * GIB, 5 * GIB))
+    assert list(judge_levels("worker", 5 * GIB, 5 * GIB))
 
 
 def test_a_cache_larger_than_the_machine(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,6 +376,19 @@ def test_a_node_that_is_found_at_two_addresses_is_one_and_two_of_one_name_are_tw
     elsewhere.address = "127.0.0.1:51051"
     namesake.sections["node"]["address"] = "192.0.2.2:51051"
     assert each_once([here, elsewhere, namesake]) == [here, namesake]
+
+
+def test_a_decode_worker_that_was_given_up_or_replaced() -> None:
+    view = _view("a")
+    view.sections["decode_worker"] = {"state": "ready", "restarts": 0}
+    assert not [finding for finding in judge_nodes([view]) if finding.subject == "decode"]
+    view.sections["decode_worker"] = {"state": "ready", "restarts": 2}
+    (replaced,) = [finding for finding in judge_nodes([view]) if finding.subject == "decode"]
+    assert replaced.level is Level.WARNING
+    view.sections["decode_worker"] = {"state": "given-up", "restarts": 6}
+    (given_up,) = _problems(judge_nodes([view]))
+    assert (given_up.subject, given_up.level) == ("decode", Level.PROBLEM)
+    assert "a answers no prompt" in given_up.text
 
 
 def test_versions_that_differ_and_a_draining_node() -> None:

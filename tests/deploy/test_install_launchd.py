@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import plistlib
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.deploy.service_rig import Home, make_home
+from tests.deploy.service_rig import DEPLOY, Home, make_home
 
 SCRIPTS = {
     "install_prefill_worker_launchd.sh": "ai.kakeya.prefill-worker",
@@ -38,6 +39,7 @@ def test_a_first_install_bootstraps_and_kickstarts(home: Home, script: str) -> N
     label = SCRIPTS[script]
     done = home.run(script)
     assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
     target = home.agents / f"{label}.plist"
     assert home.calls[-2:] == [f"bootstrap {_domain()} {target}", f"kickstart {_domain()}/{label}"]
     assert not any(call.startswith("bootout") for call in home.calls)
@@ -191,6 +193,177 @@ def test_uninstall_removes_all_and_keeps_keys(home: Home) -> None:
     assert list(home.agents.iterdir()) == []
     assert (home.home / ".kakeya" / "fleet.psk").exists()
     assert home.run("uninstall_launchd.sh").returncode == 0
+
+
+def _let_cp_fail(home: Home) -> None:
+    """As on a full disk: half a file, a line on standard error, and exit code 1."""
+    program = home.home / "bin" / "cp"
+    program.write_text(
+        '#!/bin/sh\nhead -c 100 "$1" >"$2"\necho "cp: $2: No space left on device" >&2\nexit 1\n', encoding="utf-8"
+    )
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_definition_that_cannot_be_written_leaves_what_runs(home: Home, installed: bool) -> None:
+    if installed:
+        assert home.run(WORKER).returncode == 0
+    before = {path: path.read_bytes() for path in home.agents.glob("*")}
+    home.forget_calls()
+    _let_cp_fail(home)
+    done = home.run(WORKER, KAKEYA_WORKER_CACHE_GB="6")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in line
+    assert {path: path.read_bytes() for path in home.agents.glob("*")} == before
+    assert not {call.split()[0] for call in home.calls} - {"print"}
+
+
+def test_what_does_not_stop_keeps_its_definition(home: Home) -> None:
+    assert home.run(WORKER).returncode == 0
+    before = {path: path.read_bytes() for path in home.agents.glob("*")}
+    home.plan("slow-bootout", 1000)
+    done = home.run(WORKER, KAKEYA_WORKER_CACHE_GB="6", KAKEYA_INSTALL_WAIT_S="0")
+    assert done.returncode == 1
+    assert "does not stop" in done.stderr
+    assert {path: path.read_bytes() for path in home.agents.glob("*")} == before
+
+
+def test_a_definition_that_cannot_be_replaced_is_loaded_again(home: Home) -> None:
+    assert home.run(WORKER).returncode == 0
+    before = (home.agents / f"{LABEL}.plist").read_bytes()
+    program = home.home / "bin" / "mv"
+    program.write_text("#!/bin/sh\nexit 1\n", encoding="utf-8")
+    program.chmod(0o755)
+    done = home.run(WORKER, KAKEYA_WORKER_CACHE_GB="6")
+    assert done.returncode == 1
+    assert "cannot be replaced" in done.stderr
+    assert [path.name for path in home.agents.iterdir()] == [f"{LABEL}.plist"]
+    assert (home.agents / f"{LABEL}.plist").read_bytes() == before
+    assert (home.home / "launchd" / f"loaded-{LABEL}").exists()
+
+
+def test_folders_in_the_way_are_one_line(home: Home) -> None:
+    (home.agents / f"{LABEL}.plist").mkdir(parents=True)
+    done = home.run(WORKER)
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "is a folder" in done.stderr
+    done = home.run(WORKER, KAKEYA_LAUNCH_AGENTS=str(home.home / "bin" / "launchctl" / "agents"))
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "cannot be made" in done.stderr
+    assert not any(call.startswith("boot") for call in home.calls)
+
+
+def test_relative_paths_become_absolute(home: Home) -> None:
+    (home.home / "own.toml").write_text("drain_s = 7\n", encoding="utf-8")
+    relative = {
+        "KAKEYA_WORKER_MODEL": "../models/tiny",
+        "KAKEYA_FLEET_PSK_FILE": "fleet.psk",
+        "KAKEYA_CONFIG": "../own.toml",
+        "KAKEYA_WORKER_PYTHON": os.path.relpath(home.environment["KAKEYA_WORKER_PYTHON"], home.home / ".kakeya"),
+        "KAKEYA_HOME": ".",
+    }
+    done = home.run(WORKER, "--dry-run", folder=home.home / ".kakeya", **relative)
+    assert done.returncode == 0, done.stderr
+    document = plistlib.loads(done.stdout.encode())
+    arguments = document["ProgramArguments"]
+    assert Path(arguments[0]).is_absolute()
+    for flag, path in {"--model": "models/tiny", "--fleet-psk-file": ".kakeya/fleet.psk", "--config": "own.toml"}.items():
+        assert arguments[arguments.index(flag) + 1] == str(home.home / path)
+    assert document["WorkingDirectory"] == document["EnvironmentVariables"]["KAKEYA_HOME"] == str(home.home / ".kakeya")
+    done = home.run("install_prefill_network_launchd.sh", "--dry-run", folder=home.home, KAKEYA_NETWORK_STATE="state.db")
+    assert str(home.home / "state.db").replace("&", "&amp;") in done.stdout
+
+
+def test_without_home_it_is_told_or_not_needed(home: Home) -> None:
+    done = home.run(WORKER, HOME="")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "HOME is not set" in done.stderr
+    done = home.run(WORKER, HOME="", KAKEYA_HOME=str(home.home / ".kakeya"), KAKEYA_LAUNCH_AGENTS=str(home.agents))
+    assert done.returncode == 0, done.stderr
+    assert _arguments(home, LABEL)[1] == "worker"
+
+
+def test_uninstall_also_ends_what_has_no_definition_any_more(home: Home) -> None:
+    assert home.run(WORKER).returncode == 0
+    (home.agents / f"{LABEL}.plist").unlink()
+    done = home.run("uninstall_launchd.sh")
+    assert done.returncode == 0, done.stderr
+    assert f"bootout {_domain()}/{LABEL}" in home.calls
+    assert not (home.home / "launchd" / f"loaded-{LABEL}").exists()
+    again = home.run("uninstall_launchd.sh")
+    assert (again.returncode, "nothing" in again.stderr) == (0, True)
+
+
+def test_uninstall_goes_on_after_one_that_cannot_be_removed(home: Home) -> None:
+    for script in SCRIPTS:
+        assert home.run(script).returncode == 0
+    first = home.agents / "ai.kakeya.zmq-runtime-prefill.plist"
+    first.unlink()
+    first.mkdir()
+    done = home.run("uninstall_launchd.sh")
+    assert done.returncode == 1
+    assert [line for line in done.stderr.splitlines() if "error" in line and str(first) in line]
+    assert list(home.agents.iterdir()) == [first]
+    assert not list((home.home / "launchd").glob("loaded-*"))
+
+
+def test_a_key_is_judged_as_the_daemons_judge_it(home: Home) -> None:
+    psk = home.home / ".kakeya" / "fleet.psk"
+    link = home.home / "link.psk"
+    link.symlink_to(psk)
+    for mode in (0o500, 0o700, 0o400):
+        psk.chmod(mode)
+        done = home.run(WORKER, "--dry-run", KAKEYA_FLEET_PSK_FILE=str(link))
+        assert done.returncode == 0, done.stderr
+    psk.chmod(0o640)
+    done = home.run(WORKER, "--dry-run", KAKEYA_FLEET_PSK_FILE=str(link))
+    assert done.returncode == 2
+    assert f"the fleet key file {link} is open to other users (chmod 600 {link})" in done.stderr
+
+
+def test_a_script_runs_through_a_link(home: Home) -> None:
+    (home.home / "bin" / "install").symlink_to(DEPLOY / WORKER)
+    (home.home / "again").symlink_to("bin/install")
+    command = ["bash", str(home.home / "again"), "--dry-run"]
+    done = subprocess.run(command, env=home.environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert plistlib.loads(done.stdout.encode())["Label"] == LABEL
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "uninstall_launchd.sh", "install_systemd.sh"])
+def test_another_shell_than_bash_is_told(home: Home, script: str) -> None:
+    dash = "/bin/dash"
+    if not os.access(dash, os.X_OK):
+        pytest.skip("there is no dash")
+    command = [dash, str(DEPLOY / script)]
+    done = subprocess.run(command, env=home.environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "needs bash" in done.stderr
+
+
+def test_variables_without_effect_are_told(home: Home) -> None:
+    done = home.run(
+        WORKER,
+        "--dry-run",
+        KAKEYA_WORKER_CACHEGB="6",
+        KAKEYA_DRAIN_S="90",
+        KAKEYA_CACHE_GB="5",
+        KAKEYA_DEBUG="1",
+        KAKEYA_DECODE_WORKER="1",
+        KAKEYA_WORKER_RTT_MS="0.5",
+        KAKEYA_NETWORK_API_KEY="not-to-be-shown",
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [line.removeprefix("kakeya: warning: ") for line in done.stderr.splitlines() if "warning" in line]
+    assert warnings == [
+        "KAKEYA_CACHE_GB does not reach the service: KAKEYA_WORKER_CACHE_GB does",
+        "KAKEYA_DRAIN_S does not reach the service: put drain_s into kakeya.toml, in the home folder",
+        "KAKEYA_WORKER_CACHEGB is not known and has no effect: did you mean KAKEYA_WORKER_CACHE_GB?",
+    ]
+    assert "not-to-be-shown" not in done.stderr
+    done = home.run("install_runtime_launchd.sh", "--dry-run", KAKEYA_DECODE_WORKER="1")
+    assert "put decode_worker into kakeya.toml" in done.stderr
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "uninstall_launchd.sh", "install_systemd.sh"])

@@ -45,8 +45,9 @@ def systemd(tmp_path: Path) -> Systemd:
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_is_written_enabled_and_started(systemd: Systemd, service: str) -> None:
-    done = systemd.home.run(SCRIPT, service)
+    done = systemd.home.run(SCRIPT, service, KAKEYA_MODEL_REVISION="r1")
     assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr  # nor one of a variable that the script itself sets
     unit = systemd.unit(service)
     assert "ExecStart=" in unit.read_text(encoding="utf-8")
     assert systemd.calls[-3:] == ["daemon-reload", f"enable {unit.name}", f"restart {unit.name}"]
@@ -97,3 +98,74 @@ def test_away_with_it(systemd: Systemd) -> None:
     again = systemd.home.run(SCRIPT, "--uninstall")
     assert again.returncode == 0
     assert "nothing" in again.stderr
+
+
+def test_away_with_the_named_ones_only(systemd: Systemd) -> None:
+    for service in ("worker", "cache"):
+        assert systemd.home.run(SCRIPT, service).returncode == 0
+    done = systemd.home.run(SCRIPT, "cache", "--uninstall")
+    assert done.returncode == 0, done.stderr
+    assert [systemd.unit(service).exists() for service in ("worker", "cache")] == [True, False]
+    assert not any("disable" in call and "worker" in call for call in systemd.calls)
+
+
+def test_two_at_once_are_refused_in_one_line(systemd: Systemd) -> None:
+    done = systemd.home.run(SCRIPT, "worker", "cache")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "one service at a time" in done.stderr
+    assert systemd.calls == []
+
+
+def test_a_unit_that_cannot_be_written_leaves_what_runs(systemd: Systemd) -> None:
+    assert systemd.home.run(SCRIPT, "worker").returncode == 0
+    before, calls = systemd.unit("worker").read_bytes(), len(systemd.calls)
+    program = systemd.home.home / "bin" / "cp"
+    program.write_text('#!/bin/sh\n: >"$2"\necho "cp: $2: No space left on device" >&2\nexit 1\n', encoding="utf-8")
+    program.chmod(0o755)
+    done = systemd.home.run(SCRIPT, "worker", KAKEYA_WORKER_CACHE_GB="6")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "No space left on device" in done.stderr
+    assert systemd.calls[calls:] == ["show-environment"]
+    assert list(systemd.unit("worker").parent.iterdir()) == [systemd.unit("worker")]
+    assert systemd.unit("worker").read_bytes() == before
+
+
+def test_a_folder_in_the_place_of_a_unit_is_refused(systemd: Systemd) -> None:
+    systemd.unit("worker").mkdir(parents=True)
+    done = systemd.home.run(SCRIPT, "worker")
+    assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+    assert "is a folder" in done.stderr
+    assert list(systemd.unit("worker").iterdir()) == []
+
+
+def test_away_with_the_rest_when_one_cannot_be_removed(systemd: Systemd) -> None:
+    assert systemd.home.run(SCRIPT, "worker").returncode == 0
+    systemd.unit("runtime").mkdir()
+    done = systemd.home.run(SCRIPT, "--uninstall")
+    assert done.returncode == 1
+    assert "cannot be removed" in done.stderr
+    assert not systemd.unit("worker").exists()
+    assert systemd.calls[-1] == "daemon-reload"
+
+
+def test_without_home_it_is_told_or_not_needed(systemd: Systemd) -> None:
+    done = systemd.home.run(SCRIPT, "worker", HOME="")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "HOME is not set" in done.stderr
+    folders = {"KAKEYA_HOME": str(systemd.home.home / ".kakeya"), "XDG_CONFIG_HOME": str(systemd.home.home / ".config")}
+    done = systemd.home.run(SCRIPT, "worker", HOME="", **folders)
+    assert done.returncode == 0, done.stderr
+    assert systemd.unit("worker").exists()
+
+
+def test_variables_without_effect_are_told(systemd: Systemd) -> None:
+    done = systemd.home.run(
+        SCRIPT, "runtime", "--dry-run", KAKEYA_DRAIN_S="90", KAKEYA_NODE_ID="n1", KAKEYA_RUNTIME_CACHEGB="4"
+    )
+    assert done.returncode == 0, done.stderr
+    for told in (
+        "put drain_s into kakeya.toml",
+        "KAKEYA_NODE_ID does not reach the service: KAKEYA_RUNTIME_NODE_ID does",
+        "did you mean KAKEYA_RUNTIME_CACHE_GB?",
+    ):
+        assert told in done.stderr

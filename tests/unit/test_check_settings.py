@@ -10,6 +10,8 @@ import pytest
 from daemons.command import EXIT_BAD_INPUT, EXIT_NOT_AUTHENTICATED, EXIT_OK, main
 from wire.keys import FleetKey, write_secret_file
 
+EMPTY_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
+
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -18,6 +20,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "gemma3_text"}), encoding="utf-8")
+    (model / "model.safetensors").write_bytes(EMPTY_WEIGHTS)
     return tmp_path
 
 
@@ -56,6 +59,27 @@ def test_unusable_settings_are_one_line(
 def test_a_folder_without_a_model_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["primary", "--check-settings", "--model", str(home)]) != EXIT_OK
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [(None, "no model*.safetensors"), (EMPTY_WEIGHTS[:-1], "model.safetensors is truncated")]
+)
+def test_a_model_without_whole_weights_is_refused(
+    home: Path, capsys: pytest.CaptureFixture[str], weights: bytes | None, words: str
+) -> None:
+    file = home / "model" / "model.safetensors"
+    file.unlink()
+    if weights is not None:
+        file.write_bytes(weights)
+    assert main(["worker", "--check-settings", "--model", str(home / "model")]) == EXIT_BAD_INPUT
+    assert words in capsys.readouterr().err
+
+
+def test_an_assertion_about_a_field_that_there_is_none_of_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = ["--model", str(home / "model")]
+    assert main(["primary", "--check-settings", *model, "--assert-compatibility", "window_size=1"]) == EXIT_OK
+    assert main(["primary", "--check-settings", *model, "--assert-compatibility", "foo=1"]) == EXIT_BAD_INPUT
+    assert "unknown compatibility field foo (known fields: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flag", ["--cache-peer", "--worker"])

@@ -320,3 +320,19 @@ def test_a_huge_or_deeply_nested_file_is_refused(tmp_path: Path) -> None:
         resolve(file=written(tmp_path, "#" * (1 << 20) + "\n"))
     with pytest.raises(ConfigError, match="nested too deeply"):
         resolve(file=written(tmp_path, "cache_gb = " + "[" * 5000))
+
+
+@pytest.mark.parametrize("value", ["9" * 6000, "0x" + "f" * 6000, "9" * 4000, "[0x" + "f" * 6000 + "]"])
+@pytest.mark.parametrize("name", ["capacity", "cache_gb", "adaptive_cache", "node_id", "peer"])
+def test_a_number_that_is_far_too_long_is_one_short_line(tmp_path: Path, name: str, value: str) -> None:
+    file = tmp_path / "kakeya.toml"
+    file.write_text(f"{name} = {value}\n", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        resolve_settings("primary", {}, environment={}, file=file, host_name=lambda: "box")
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 300
+    environment = {f"KAKEYA_{name.upper()}": value} if name in ("capacity", "cache_gb", "adaptive_cache") else {}
+    if environment:
+        with pytest.raises(ConfigError) as caught:
+            resolve_settings("primary", {}, environment=environment, host_name=lambda: "box")
+        assert len(str(caught.value)) < 300

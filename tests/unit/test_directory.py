@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 
+import msgspec
 import pytest
 
 from kakeya_zmq.protocol import directory as dm
@@ -28,9 +30,9 @@ from kakeya_zmq.protocol.directory import (
     Slept,
 )
 from kakeya_zmq.protocol.identities import IdentityBook
-from tests.unit.card_kit import card_blob
+from tests.unit.card_kit import card_blob, identity
 from wire import limits
-from wire.cards import mark_of, open_card, pack_digest, unpack_digest
+from wire.cards import ModelOffering, mark_of, open_card, pack_digest, sign_card, unpack_digest
 from wire.codec import encode_server
 from wire.errors import RemoteProtocolError
 from wire.ids import NodeId
@@ -307,6 +309,44 @@ def test_a_newcomer_gets_more_cards_than_one_message_takes_at_once() -> None:
         waiting = newcomer.on(ExchangeEnded(NodeId("hub"), True, cards, ages, wanted, more), 0.0)
     assert set(names(newcomer, 0.0)) == nodes | {"hub"}
     assert asked == 4
+
+
+def large_card(node: str) -> bytes:
+    """Over 8 KiB."""
+    offering = ModelOffering(
+        model_id="m",
+        role="worker",
+        quantization="",
+        tokens_per_second=0.0,
+        fingerprint=bytes(32),
+        tenant="t",
+        compatibility={f"field {number}": "x" * 500 for number in range(16)},
+    )
+    card = open_card(card_blob(node, ttl_ms=3_600_000))
+    return sign_card(msgspec.structs.replace(card, models=(offering,)), identity(node))
+
+
+def test_an_answer_has_so_many_bytes_of_cards_at_most_and_all_of_them_come_in_the_end() -> None:
+    hub, known, newcomer = new_directory("hub"), new_directory("known"), new_directory()
+    nodes = {f"node-{number:02}": large_card(f"node-{number:02}") for number in range(30)}
+    arrive(hub, 0.0, *((card, 0) for card in nodes.values()))
+    waiting, answers = newcomer.on(PeerConnected("hub"), 0.0), 0
+    while waiting:
+        ask = waiting.pop()
+        if isinstance(ask, Exchange) and ask.known is not None:
+            cards, ages, wanted, more = hub.answer(ask.known, "me", 0.0)
+            answers += 1
+            assert 0 < sum(map(len, cards)) <= limits.ANSWER_BYTES_MAX
+            waiting = newcomer.on(ExchangeEnded(NodeId("hub"), True, cards, ages, wanted, more), 0.0)
+    assert set(names(newcomer, 0.0)) == {*nodes, "hub"}
+    fitting = limits.ANSWER_BYTES_MAX // max(map(len, nodes.values()))
+    assert answers <= math.ceil(len(nodes) / fitting) + 1, "none is nearly empty"
+    older = {name: large_card(name) for name in list(nodes)[:25]}
+    arrive(known, 0.0, *((card, 0) for card in older.values()))
+    (ask,) = [effect for effect in known.on(PeerConnected("hub"), 0.0) if isinstance(effect, Exchange)]
+    arrive(hub, 0.0, *((card_blob(name, sequence=2, ttl_ms=3_600_000), 0) for name in older))
+    first = {open_card(card).node_id for card in hub.answer(ask.known, "known", 0.0)[0]}
+    assert first >= nodes.keys() - older.keys(), "cards it has never seen go first"
 
 
 def test_a_peer_that_always_has_more_is_asked_so_often_and_no_more() -> None:

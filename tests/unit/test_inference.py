@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from wire.messages import (
     Appended,
     AppendTokens,
     CloseSession,
+    CreateSession,
     Generate,
     Generated,
     GetSession,
@@ -37,6 +39,7 @@ from wire.messages import (
     PrefillPolicy,
     Requirement,
     SessionClosed,
+    SessionCreated,
     StopReason,
 )
 
@@ -458,6 +461,55 @@ def test_the_least_recently_used_idle_session_makes_room_and_busy_ones_never_do(
     assert answer(host, key) is FailureCode.RESOURCE_EXHAUSTED
     host.settle()
     host.finish()
+
+
+def opened_by(host: InferenceHost, node: str) -> str | None:
+    """The id of a new session of this node, or None when it is refused."""
+    host.now += 1
+    created = answer(host, host.ask(CreateSession(), node=node, identity=node.encode()))
+    return created.session_id if isinstance(created, SessionCreated) else None
+
+
+def owners(host: InferenceHost) -> Counter[bytes]:
+    return Counter(session.creator_key for session in host.service._sessions.values())
+
+
+def test_who_opens_sessions_without_end_ends_his_own() -> None:
+    """Whether the honest one's session is the oldest or not, and under whatever names the greedy one's key comes."""
+    host = InferenceHost(FULL, settings=InferenceSettings(capacity=4))
+    honest = [opened_by(host, "honest"), opened_by(host, "other")]
+    for number in range(8):
+        host.now += 1
+        created = answer(host, host.ask(CreateSession(), node=f"greedy-{number}", identity=b"greedy"))
+        assert isinstance(created, SessionCreated)
+        assert set(honest) <= set(host.service._sessions)
+    assert owners(host) == {b"honest": 1, b"other": 1, b"greedy": 2}
+    assert list(host.service._sessions)[-1] == created.session_id, "the greedy one's oldest went"
+    assert host.counts["sessions_evicted"] == 6
+    host.settle()
+
+
+def test_a_newcomer_takes_the_oldest_idle_session_of_who_has_most() -> None:
+    host = InferenceHost(FULL, settings=InferenceSettings(capacity=4))
+    one, first, second, third = (opened_by(host, node) for node in ("a", "b", "b", "b"))
+    newcomer = opened_by(host, "c")
+    assert list(host.service._sessions) == [one, second, third, newcomer], "not the oldest of all"
+    assert opened_by(host, "c")
+    assert owners(host) == {b"a": 1, b"b": 1, b"c": 2}
+    assert first not in host.service._sessions
+    host.settle()
+
+
+def test_nobody_loses_a_session_to_an_asker_that_has_as_many() -> None:
+    """Also when all of the asker's are busy: it is refused, until one of them is idle."""
+    host = InferenceHost(FULL, settings=InferenceSettings(capacity=2))
+    idle, busy = opened_by(host, "a"), host.create()
+    appending = host.append(busy, tokens_of(20))
+    assert answer(host, host.ask(CreateSession())) is FailureCode.RESOURCE_EXHAUSTED
+    host.settle()
+    assert isinstance(answer(host, appending), Appended)
+    again = host.create()
+    assert set(host.service._sessions) == {idle, again}
 
 
 def test_idle_sessions_expire_and_busy_ones_do_not() -> None:

@@ -124,3 +124,37 @@ def test_following_goes_on_across_a_rotation(tmp_path: Path) -> None:
     assert list(new_lines(log)) == ["4"]
     path.unlink()
     assert list(new_lines(log)) == []
+
+
+@pytest.mark.parametrize("rotations", [1, 2, KEPT])
+def test_following_misses_no_line_however_often_the_file_was_rotated_between_two_looks(
+    tmp_path: Path, rotations: int
+) -> None:
+    path = tmp_path / "a.log"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    log = Followed("a", path)
+    try:
+        _written(descriptor, "0 first\n")
+        assert list(new_lines(log)) == ["0 first"]
+        wanted = []
+        for number in range(rotations):
+            # Longer than what was read, so that its size alone says nothing.
+            wanted += [f"{number} before the rotation", f"{number} last"]
+            _written(descriptor, f"{number} before the rotation\n{number} last\n")
+            assert LogRotation(5, (descriptor,)).look()
+        _written(descriptor, "9 after all of them, and longer than the first line\n")
+        assert list(new_lines(log)) == [*wanted, "9 after all of them, and longer than the first line"]
+        _written(descriptor, "9 more\n")
+        assert list(new_lines(log)) == ["9 more"]
+    finally:
+        os.close(descriptor)
+
+
+def test_a_folder_named_like_a_log_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path))
+    (tmp_path / "a.log").mkdir()
+    (tmp_path / "logs" / "b.log").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="no log named 'a'"):
+        show_logs(("a",), last=5, follow=False)
+    with pytest.raises(ConfigError, match="no logs here"):
+        show_logs((), last=5, follow=False)

@@ -280,6 +280,28 @@ def test_a_stall_ends_the_daemon_once_and_is_told_and_a_slow_load_is_none(reacto
         _get(port, "/healthz")
 
 
+def test_a_model_that_cannot_be_used_is_unhealthy_until_it_can(reactor: Reactor) -> None:
+    port = _free_port()
+    trouble = ["the decode worker was lost too often"]
+    supervisor = Supervisor(
+        reactor,
+        replace(settings(memory_poll_s="0.05"), runtime_health_port=port),
+        Host(),  # type: ignore[arg-type]
+        Runner(),
+        work=Host(),
+        fail=lambda error: None,
+        give_back=lambda: None,
+        trouble=lambda: trouble[0],
+    )
+    try:
+        _run_until(reactor, lambda: _get(port, "/healthz")[1]["status"] == trouble[0])
+        assert _get(port, "/healthz")[0] == 503
+        trouble[0] = ""
+        _run_until(reactor, lambda: _get(port, "/healthz")[0] == 200)
+    finally:
+        supervisor.close()
+
+
 # --- the endpoint ------------------------------------------------------------------------------------------------------
 
 

@@ -182,6 +182,19 @@ def test_what_two_cards_tell_is_known_until_both_have_gone(tmp_path: Path) -> No
     assert access.tenant_of(fingerprint) == "red", "the node's own is never forgotten"
 
 
+def test_only_nodes_of_the_own_tenant_are_asked(tmp_path: Path) -> None:
+    """Whatever their cards claim; without a roster everybody is."""
+    access = Access()
+    assert access.may_be_asked("box")
+    access.roster = roster(tmp_path)
+    assert not access.may_be_asked("mac"), "the own tenant is not known yet"
+    access.learn_tuple(asdict(TUPLE))
+    access.learn(card_with(TUPLE, node="box"))
+    assert [access.may_be_asked(name) for name in ("mac", "box", "nobody")] == [True, False, False]
+    access.roster = roster(tmp_path, TEXT.replace('tenants = ["red"]', 'tenants = ["blue"]'))
+    assert not access.may_be_asked("mac"), "the roster was changed"
+
+
 def test_a_namespace_with_content_stays_in_its_tenants_quota(tmp_path: Path) -> None:
     """Also when the card that told it is followed by others that don't, or by none."""
     access, usage = Access(), {TUPLE.fingerprint(): GIB // 2}

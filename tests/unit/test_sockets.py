@@ -110,6 +110,7 @@ def test_profiles_bound_every_socket(kind: int, profile: sockets.SocketProfile) 
         assert profile.message_bytes_max >= 4 * limits.KIB  # less than 276 breaks the handshake itself
         assert socket.getsockopt(zmq.LINGER) == profile.linger_ms
         assert socket.getsockopt(zmq.RCVHWM) == profile.queue_messages > 0
+        assert socket.getsockopt(zmq.SNDHWM) == (profile.send_queue_messages or profile.queue_messages)
         assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
         assert socket.getsockopt(zmq.HANDSHAKE_IVL) == limits.HANDSHAKE_INTERVAL_MS
         assert socket.getsockopt(zmq.IDENTITY) == b""

@@ -1,0 +1,141 @@
+"""What would keep a daemon from starting here, or from being of any use: asked of the same code that it starts with."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from daemons.doctor.finding import Finding, ok, problem
+from daemons.doctor.ports import examine_port
+from daemons.doctor.site import Site
+from daemons.engine_host import parse_assertions
+from daemons.health import HOST
+from daemons.memory import physical_memory_bytes
+from daemons.memory_guard import memory_levels
+from kakeya_zmq.config import Settings
+from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.known_nodes import load_known_nodes
+from kakeya_zmq.model.revision import weight_files
+from kakeya_zmq.revocation_file import load_revocations
+from kakeya_zmq.roster import Roster
+from wire.errors import ConfigError, KakeyaError
+from wire.limits import GIB, MIB
+
+FOLDERS: Final = ("nodes", "run", "logs", "tenants")
+"""Under the home; daemons and `kakeya up` make them when they are not there."""
+PROCESS_BYTES_MIN: Final = 128 * MIB
+"""A process that has imported MLX holds more than this before it has loaded anything."""
+
+
+def examine_starting(site: Site) -> Iterator[Finding]:
+    """A finding for each thing that is wrong; one good one when nothing is."""
+    found = [*_home(site.home), *_state(site)]
+    for role, settings in site.settings.items():
+        found += _role(role, settings)
+    yield from found or [ok("start", "nothing that keeps daemons from starting was found")]
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _home(home: Path) -> Iterator[Finding]:
+    if not home.exists():
+        return
+    if not home.is_dir():
+        yield problem("start", f"{home} is not a folder", "move it away, or set KAKEYA_HOME to a folder")
+        return
+    for folder in (home, *(home / name for name in FOLDERS), *_node_folders(home)):
+        if folder.exists() and not folder.is_dir():
+            yield problem("start", f"{folder} is not a folder", f"move it away: mv {folder} {folder}.old")
+        elif folder.exists() and not is_writable(folder):
+            yield problem("start", f"this user may not write to {folder}", f"chmod u+rwx {folder}, or see who owns it")
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether this process may make files there."""
+    effective = os.access in os.supports_effective_ids
+    return os.access(folder, os.W_OK | os.X_OK, effective_ids=effective)
+
+
+def _node_folders(home: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(path for path in (home / "nodes").iterdir() if path.is_dir())
+    return []
+
+
+def _state(site: Site) -> Iterator[Finding]:
+    rosters = {settings.roster_file for settings in site.settings.values()}
+    for roster in sorted(Path(text) for text in rosters if Path(text).exists()):
+        try:
+            Roster.load(roster)
+        except ConfigError as error:
+            yield _refused(error, "repair it: docs/security.md has an example")
+    for folder in _node_folders(site.home):
+        for load in (load_known_nodes, load_revocations):
+            try:
+                load(folder)
+            except ConfigError as error:
+                yield _refused(error, "check its mode")
+
+
+def _refused(error: KakeyaError, remedy: str) -> Finding:
+    return problem("start", error.message, error.remedy or remedy)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def _role(role: str, settings: Settings) -> Iterator[Finding]:
+    yield from _advertised(role, settings)
+    if role == "cache":
+        return
+    try:
+        parse_assertions(settings.assert_compatibility)
+    except ConfigError as error:
+        yield _refused(error, "see --assert-compatibility")
+    if settings.runtime_health_port:
+        yield examine_port(
+            f"health endpoint of the {role}",
+            Address(HOST, settings.runtime_health_port),
+            ours=set(),
+            flag="--runtime-health-port",
+        )
+    drain_bytes = memory_levels(settings, physical_memory_bytes()).drain_bytes
+    yield from judge_levels(role, drain_bytes, _weights_bytes(settings))
+
+
+def _advertised(role: str, settings: Settings) -> Iterator[Finding]:
+    if not settings.advertise:
+        return
+    try:
+        host = parse_address(settings.advertise).host
+    except ConfigError as error:
+        yield _refused(error, "check --advertise")
+        return
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            text = f"{role}: it advertises {settings.advertise}, where nobody can reach it"
+            yield problem("start", text, "--advertise is the address that other machines use; --bind may be 0.0.0.0")
+
+
+def _weights_bytes(settings: Settings) -> int:
+    """What the model takes at least; 0 when it cannot be told (daemons.doctor.model says why)."""
+    if not settings.model:
+        return 0
+    try:
+        return sum(file.stat().st_size for file in weight_files(Path(settings.model)))
+    except (KakeyaError, OSError):
+        return 0
+
+
+def judge_levels(role: str, drain_bytes: int, weights_bytes: int) -> Iterator[Finding]:
+    """Whether the memory guard would ever let a session or job in."""
+    needed = max(PROCESS_BYTES_MIN, weights_bytes)
+    if drain_bytes <= needed:
+        what = "the model's weights alone take" if needed == weights_bytes else "a process with MLX takes"
+        text = f"{role}: it would take no work: {what} {needed / GIB:.2f} GiB, and it drains from {drain_bytes / GIB:.2f} on"
+        yield problem("start", text, "raise --memory-drain-gb (and --memory-unhealthy-gb), or take a smaller model")

@@ -1,0 +1,104 @@
+"""`kakeya up` and `kakeya down` where their notes are damaged or missing, or their folders are not to be used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from daemons import fleet
+from daemons.command import EXIT_BAD_INPUT, main
+from tests.fleet_rig import PROJECT, clean_environment, run_kakeya
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path))
+    yield tmp_path
+    fleet.stop_processes(fleet.started_here(), print)
+
+
+START = """
+import sys
+from daemons import fleet
+from daemons.dashboard_process import start_dashboard
+(member,) = fleet.start_fleet(fleet.FleetPlan(ephemeral=True, roles=("cache",)), lambda text: None)
+print(member.pid)
+if sys.argv[1] == "2":
+    print(start_dashboard(lambda text: None, ephemeral=True).pid)
+"""
+"""What needs no model; short-lived, as the command that starts it is."""
+
+
+def _up(count: int, home: Path) -> list[psutil.Process]:
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(count)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=PROJECT,
+        env={**clean_environment(), "KAKEYA_HOME": str(home)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [psutil.Process(int(line)) for line in done.stdout.split()]
+
+
+def _runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_down_stops_what_runs_though_its_notes_are_damaged(home: Path) -> None:
+    processes = _up(2, home)
+    for name in ("fleet.json", "dashboard.json"):
+        (home / "run" / name).write_text("{bad", encoding="utf-8")
+    assert {process.pid for process in fleet.started_here()} == {process.pid for process in processes}
+    told: list[str] = []
+    assert fleet.stop_fleet(told.append) == 2
+    assert not any(_runs(process) for process in processes)
+    assert len(told) == 1
+    assert "notes under run/ do not tell of" in told[0]
+    assert not (home / "run" / "fleet.json").exists()
+    assert fleet.stop_fleet(told.append) == 0
+
+
+def test_down_stops_what_an_interrupted_up_left_without_a_note_and_nothing_of_another_home(
+    home: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (process,) = _up(1, home)
+    (home / "run" / "fleet.json").unlink()
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path_factory.mktemp("another")))
+    assert fleet.stop_fleet(print) == 0
+    assert _runs(process)
+    monkeypatch.setenv("KAKEYA_HOME", str(home))
+    assert fleet.stop_fleet(print) == 1
+    assert not _runs(process)
+
+
+def test_up_with_a_folder_that_cannot_be_made_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "run").write_text("", encoding="utf-8")
+    assert main(["up", "--model", str(home)]) == EXIT_BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(home / "run") in line
+    assert "KAKEYA_HOME" in line
+    assert fleet.started_here() == []
+
+
+ASCII = {"PYTHONIOENCODING": "ascii"}
+
+
+def test_a_name_that_the_output_cannot_show_ends_no_command(home: Path) -> None:
+    strange = home / "zuhause-über"
+    strange.mkdir()
+    done = run_kakeya(
+        "config", "show", "--role", "cache", "--config", str(strange / "none.toml"), home=strange, environment=ASCII
+    )
+    assert "internal error" not in done.stderr
+    (strange / "kakeya.toml").write_text("", encoding="utf-8")
+    done = run_kakeya("config", "show", "--role", "cache", home=strange, environment=ASCII)
+    assert done.returncode == 0, done.stderr
+    assert "\\xfcber" in done.stdout
