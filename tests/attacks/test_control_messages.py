@@ -220,7 +220,8 @@ def test_a_flipped_bit(siege: Siege, field: str) -> None:
                     changed = [bytearray(header), bytearray(body)]
                     changed[frame][position] ^= 1 << bit
                     client.send(*map(bytes, changed))
-            assert client.ask(session, GET_STATUS, number=2)[0] == 4
+            # What was answered meanwhile has not been read: until it is, the node may refuse long answers.
+            assert any(client.ask(session, GET_STATUS, number=number)[0] == 4 for number in range(2, 40))
 
 
 def test_an_unknown_version(siege: Siege) -> None:

@@ -86,8 +86,13 @@ def test_a_stream_whose_database_fails_ends_with_one_line(web: Web, caplog: pyte
         web.clocks.pass_time(3.0)
         web.tell(snapshot(), "primary")
         stream.rest()
-    wait_until(lambda: len(caplog.records) > 0, "a line")
-    assert [record.getMessage() for record in caplog.records] == ["live events ended: OperationalError"]
+
+    def ours() -> list[str]:
+        # On a busy machine the web server has a word to say, too.
+        return [record.getMessage() for record in caplog.records if record.name.startswith("dashboard")]
+
+    wait_until(lambda: len(ours()) > 0, "a line")
+    assert ours() == ["live events ended: OperationalError"]
     assert web.call("GET", "/v1/network/groups").status == 503
     web.database.rows("ALTER TABLE elsewhere RENAME TO groups")
     with EventStream(web.server.address, f"{EVENTS}?topics=groups") as stream:

@@ -30,6 +30,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with rig.kept_fleet(request, model, tmp_path_factory.mktemp("fleet")) as running:
         small = ("--cache-gb", STORE_GB)
         running.start("primary", "worker", "cache", primary=small, worker=small, cache=small)
+        running.wait_all_joined()  # later connections among them are no growth
         yield running
         running.show_logs()
 
