@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from tests import fleet_rig as rig
-from tests.fleet_rig import Fleet, ask, figure, prompt, wait_published
+from tests.fleet_rig import Fleet, answer, ask, figure, prompt, wait_published
 from wire.limits import MIB
 from wire.messages import PrefillPolicy, SourceKind
 
@@ -52,6 +52,11 @@ def test_nothing_grows_over_many_requests(fleet: Fleet) -> None:
     samples: dict[str, list[Sample]] = {name: [] for name in fleet.nodes}
     shared = prompt(300, seed=0)
     with fleet["primary"].client() as client:
+        # A process's first zero-copy send makes pyzmq's collector, a thread and its sockets: each peer has it beforehand.
+        answer(client, prompt(330, seed=1_000), 1, policy=PrefillPolicy.LOCAL_ONLY)
+        wait_published(client)
+        found = answer(client, prompt(330, seed=1_000), 1, use_local_cache=False, exclude_nodes=["worker"])
+        assert SourceKind.REMOTE_CACHE in found.reused
         for number in range(REQUESTS):
             # In turn: by the worker, from whoever holds the shared beginning, computed here.
             policy = PrefillPolicy.LOCAL_ONLY if number % 3 == 2 else None
@@ -69,8 +74,9 @@ def test_nothing_grows_over_many_requests(fleet: Fleet) -> None:
         early, late = taken[WARM_UP : WARM_UP + WINDOW], taken[-WINDOW:]
         growth = statistics.median(s.memory_bytes for s in late) - statistics.median(s.memory_bytes for s in early)
         assert growth <= GROWTH_BYTES_MAX, f"{name} grew by {growth / MIB:.1f} MiB"
-        assert statistics.median(s.descriptors for s in late) <= statistics.median(s.descriptors for s in early) + 2, name
-        assert statistics.median(s.threads for s in late) <= statistics.median(s.threads for s in early) + 1, name
+        # The least of a window: publishing goes on behind the requests, on a busy machine several at once.
+        assert min(s.descriptors for s in late) <= min(s.descriptors for s in early) + 2, name
+        assert min(s.threads for s in late) <= min(s.threads for s in early) + 1, name
 
 
 def test_nothing_stays_open(fleet: Fleet) -> None:
