@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from daemons.membership import announced_endpoints, parse_endpoint
+from daemons.own_addresses import can_be_reached
 from kakeya_zmq.config import ResolvedSettings, Settings
 from kakeya_zmq.io.sockets import Address, parse_address, parse_port_range
 from kakeya_zmq.options import OPTIONS
@@ -29,12 +30,25 @@ def check_addresses(resolved: ResolvedSettings) -> None:
             if name == "bulk_ports":
                 parse_port_range(text)
             elif name == "endpoint":
-                parse_endpoint(text)
+                need_reachable(parse_address(parse_endpoint(text).address))
             elif parse_address(text).port == 0 and name in (*_OTHERS, "advertise"):
                 raise ConfigError(f"no port: {text[:80]!r}", remedy="write the port of --bind there")
+            elif name == "advertise":
+                need_reachable(parse_address(text))
         except ConfigError as error:
             raise ConfigError(f"{_source(name, resolved)}: {error.message}", remedy=error.remedy) from None
     announced_endpoints(settings, _OWN_ADDRESS)
+
+
+def need_reachable(address: Address) -> None:
+    """Refuse an address that no other machine can reach.
+
+    Raises:
+        ConfigError: it is one of all machines or of none: 0.0.0.0, [::], multicast, reserved.
+    """
+    if not can_be_reached(address.host):
+        remedy = "--advertise is the address that other machines use; --bind may be 0.0.0.0"
+        raise ConfigError(f"nobody can reach this node at {address}", remedy=remedy)
 
 
 def _texts(settings: Settings) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,8 +87,9 @@ class Chat:
         def progressed(progress: PrefillProgress) -> None:
             on_progress(progress.tokens_done, progress.tokens_total)
 
-        appended = session.append(tokens, on_progress=progressed)
-        answer, count, first, last, stopped = self._stream(session)
+        answer, count, first, last, stopped = self._stream(session, tokens, progressed)
+        appended = session.last_appended
+        assert appended is not None
         self._messages = [*messages, {"role": "assistant", "content": answer.strip()}]
         # A stopped answer is cut in the text but not in the session's history: the next turn starts a fresh session,
         # whose prompt the cache already holds up to the cut.
@@ -113,19 +114,23 @@ class Chat:
         self._session = self._client.create_session(label="chat")
         return self._session, self._codec.encode(rendered)
 
-    def _stream(self, session: Session) -> tuple[str, int, float, float, bool]:
+    def _stream(
+        self, session: Session, tokens: Sequence[int], progressed: Callable[[PrefillProgress], None]
+    ) -> tuple[str, int, float, float, bool]:
         options = self._options
         decoder = self._codec.stream_decoder()
         text = ""
         shown = 0
         count = 0
         first = last = time.perf_counter()
-        generation = session.generate(
+        generation = session.answer(
+            tokens,
             options.max_tokens,
             temperature=options.temperature,
             top_p=options.top_p,
             top_k=options.top_k,
             seed=options.seed,
+            on_progress=progressed,
         )
         longest = max((len(stop) for stop in options.stop), default=1)
         stopped = False

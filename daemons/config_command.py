@@ -9,8 +9,12 @@ from typing import Any
 
 from daemons.addresses import check_addresses
 from daemons.console import Console
+from daemons.environment_names import unknown_variables
+from daemons.service_definitions import installed_definitions, pinned_values, shown
 from kakeya_zmq.config import ResolvedSettings, find_config_file, resolve_settings
-from kakeya_zmq.options import ALL_ROLES, OPTIONS, Option, options_for
+from kakeya_zmq.option_values import ALL_ROLES, Option
+from kakeya_zmq.options import OPTIONS, options_for
+from wire.errors import ConfigError
 
 SAMPLE_HEAD = """\
 # Settings of kakeya's daemons. Copy it to ~/.kakeya/kakeya.toml, or name it with --config.
@@ -21,10 +25,11 @@ SAMPLE_HEAD = """\
 # Keys (fleet.psk and the like) never stand in here: only the files that hold them.
 """
 LINE_CHARACTERS = 100
+SERVICE_ORIGINS = {"flag": "service definition", "environment": "service definition"}
 
 
 def show_config(console: Console, roles: Sequence[str], config: str) -> int:
-    """Show the effective settings of some roles, or all; the exit code.
+    """Show the effective settings of some roles, or all, and of the services that are installed here; the exit code.
 
     Raises:
         ConfigError: a value of the environment or the file cannot be used.
@@ -36,11 +41,51 @@ def show_config(console: Console, roles: Sequence[str], config: str) -> int:
         resolved = resolve_settings(role, {}, file=file)
         check_addresses(resolved)
         rows = effective(role, resolved)
-        console.table(role, ("setting", "value", "from"), [(name, _shown(value), origin) for name, value, origin in rows])
-        answers[role] = {name: {"value": value, "from": origin} for name, value, origin in rows}
+        console.table(role, ("setting", "value", "from"), [(name, shown(value), origin) for name, value, origin in rows])
+        answers[role] = _by_name(rows)
+    services = _show_services(console, roles or ALL_ROLES)
+    unknown = unknown_variables()
+    for each in unknown:
+        console.say(f"warning: {each}")
     if console.json_mode:
-        console.result({"file": str(file) if file is not None else None, "roles": answers})
+        names = {each.name: each.suggestion or None for each in unknown}
+        told = {"file": str(file) if file is not None else None, "roles": answers, "services": services}
+        console.result({**told, "unknown_variables": names})
     return 0
+
+
+def _show_services(console: Console, roles: Sequence[str]) -> dict[str, Any]:
+    """What the installed services run with: they see their definition and its file, and not this environment."""
+    answers: dict[str, Any] = {}
+    for service in installed_definitions():
+        if service.role not in roles:
+            continue
+        try:
+            resolved = service.settings()
+        except ConfigError as error:
+            console.say(f"warning: {service.name}: {error}")
+            answers[service.name] = {"role": service.role, "definition": str(service.path), "error": str(error)}
+            continue
+        rows = [
+            (name, value, SERVICE_ORIGINS.get(origin, origin)) for name, value, origin in effective(service.role, resolved)
+        ]
+        title = f"{service.name}, installed as a service ({service.role}); what is not shown has its default"
+        given = [(name, shown(value), origin) for name, value, origin in rows if origin != "default"]
+        console.table(title, ("setting", "value", "from"), given)
+        for pinned in pinned_values(service.role, service.flags, service.config_file):
+            console.say(f"warning: {service.name}: {pinned}")
+        file = service.config_file
+        answers[service.name] = {
+            "role": service.role,
+            "definition": str(service.path),
+            "file": str(file) if file is not None else None,
+            "settings": _by_name(rows),
+        }
+    return answers
+
+
+def _by_name(rows: Sequence[tuple[str, Any, str]]) -> dict[str, dict[str, Any]]:
+    return {name: {"value": value, "from": origin} for name, value, origin in rows}
 
 
 def effective(role: str, resolved: ResolvedSettings) -> list[tuple[str, Any, str]]:
@@ -48,10 +93,6 @@ def effective(role: str, resolved: ResolvedSettings) -> list[tuple[str, Any, str
     known = {option.name for option in options_for(role)}
     names = [field.name for field in fields(resolved.settings) if field.name in known]
     return [(name, getattr(resolved.settings, name), resolved.origins[name]) for name in names]
-
-
-def _shown(value: Any) -> str:
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def sample_text() -> str:

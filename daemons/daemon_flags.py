@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 
 from daemons.console import fail
 from daemons.exit_codes import EXIT_OK, exit_code
 from daemons.flags import AddCommand
-from kakeya_zmq.options import Option, options_for
+from kakeya_zmq.option_values import Option
+from kakeya_zmq.options import options_for
 from wire.errors import KakeyaError
 
 DAEMON_TEXTS = {
@@ -54,14 +56,19 @@ def add_daemons(add: AddCommand) -> None:
             examples + "\nEvery setting can also come from the environment (KAKEYA_…) or from the file given by --config;\n"
             "a flag wins over the environment, which wins over the file.\n",
         )
-        parser.add_argument(
-            "--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)"
-        )
-        check_help = "check settings, keys and model folder, and leave"
-        parser.add_argument("--check-settings", action="store_true", help=check_help)
-        for option in options_for(role):
-            _add_option(parser, option)
+        add_daemon_flags(parser, role)
         parser.set_defaults(run=_run_daemon, role=role)
+
+
+def add_daemon_flags(parser: argparse.ArgumentParser, role: str) -> None:
+    """The flags of one role; what is not given is None."""
+    parser.add_argument("--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)")
+    default_help = "a default of a service definition, below flag, environment and file; may be repeated"
+    parser.add_argument("--default", action="append", default=[], metavar="NAME=VALUE", help=default_help)
+    check_help = "check settings, keys and model folder, and leave"
+    parser.add_argument("--check-settings", action="store_true", help=check_help)
+    for option in options_for(role):
+        _add_option(parser, option)
 
 
 def _add_option(parser: argparse.ArgumentParser, option: Option) -> None:
@@ -98,19 +105,26 @@ def _run_daemon(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from daemons.addresses import check_addresses
+    from daemons.environment_names import unknown_variables
     from daemons.run import run_daemon, set_up_logging
     from kakeya_zmq.config import find_config_file, resolve_settings
 
     flags = {option.name: getattr(options, option.name) for option in options_for(options.role)}
-    resolved = resolve_settings(options.role, flags, file=find_config_file(options.config))
+    file = find_config_file(options.config)
+    resolved = resolve_settings(options.role, flags, file=file, defaults=options.default)
     settings = resolved.settings
     if options.check_settings:
         from daemons.check import check_settings
+        from daemons.service_definitions import pinned_values
 
         check_settings(resolved)
+        for pinned in pinned_values(options.role, flags, file):
+            fail(f"warning: {pinned}")
         return EXIT_OK
     check_addresses(resolved)
     set_up_logging(settings.log_level, settings.log_format)
+    for unknown in unknown_variables():
+        logging.getLogger(__name__).warning("%s", unknown)
     match options.role:
         case "primary":
             from daemons.primary import Primary

@@ -16,11 +16,13 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from daemons.console import Console
+from daemons.environment_names import unknown_variables
 from daemons.log_files import LogRotation
 from daemons.run import check_ready_file, set_up_logging, stop_signals, write_ready_file
 from dashboard.app import create_app
@@ -30,9 +32,11 @@ from dashboard.discovery import local_buses
 from dashboard.feed import BusFeed
 from dashboard.hosts import host_rule
 from dashboard.hub import LiveFleet
+from dashboard.ledger import ended
 from dashboard.pairing import make_claim
 from dashboard.server import WebServer, is_loopback
 from dashboard.services import Services
+from dashboard.speakers import speakers_of
 from dashboard.state import NetworkState
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
@@ -142,8 +146,12 @@ class Dashboard:
             undo.callback(database.close)
             self.state = NetworkState(database)
             self.fleet = LiveFleet()
-            self.fleet.restore(self.state.load_counters())
-            feed = BusFeed(self.fleet, key, addresses=options.bus, discover=lambda: local_buses(home))
+            self._paired_at, self._paired_keys = -1, dict[str, bytes]()
+            speakers = speakers_of(home, key, Path(named) if named else None, paired=self._paired)
+            rows = self.state.load_counters()
+            # Under whose key a name counted before is not known any more: the next one may have any incarnation.
+            self.fleet.restore([row if speakers.knows(row.node_id) else ended(row) for row in rows])
+            feed = BusFeed(self.fleet, key, addresses=options.bus, discover=lambda: local_buses(home), speakers=speakers)
             undo.callback(feed.close)
             services = Services(
                 fleet=self.fleet,
@@ -162,6 +170,14 @@ class Dashboard:
     @property
     def url(self) -> str:
         return f"http://{self.server.address}/"
+
+    def _paired(self) -> dict[str, bytes]:
+        """Of the nodes that were paired: node id → key. Asked every second, read when something was written."""
+        if self._paired_at != self.state.changes:
+            self._paired_at = self.state.changes
+            paired = self.state.registrations(time.time())
+            self._paired_keys = {each.node_id: each.public_key for each in paired if each.node_id and each.public_key}
+        return self._paired_keys
 
     def keep(self) -> None:
         """Keep the sums of the nodes' counters, and delete what has expired."""
@@ -185,6 +201,8 @@ def run_dashboard(options: DashboardOptions) -> int:
         KakeyaError: it could not start.
     """
     set_up_logging(options.log_level)
+    for unknown in unknown_variables():
+        _log.warning("%s", unknown)
     logging.getLogger("waitress").setLevel(logging.ERROR)
     raise_descriptor_limit()
     if options.ready_file:
@@ -259,12 +277,12 @@ def options_from(parsed: Any) -> DashboardOptions:
     Raises:
         ConfigError: an address cannot be parsed.
     """
-    bus = parsed.bus or _listed("KAKEYA_DASHBOARD_BUS")
-    hosts = parsed.allow_host or _listed("KAKEYA_DASHBOARD_ALLOW_HOST")
+    bus = _listed(parsed.bus, "KAKEYA_DASHBOARD_BUS")
+    hosts = _listed(parsed.allow_host, "KAKEYA_DASHBOARD_ALLOW_HOST")
     return DashboardOptions(
         bind=parse_address(parsed.bind or os.environ.get("KAKEYA_DASHBOARD_BIND", "") or "127.0.0.1:8090"),
         bus=tuple(parse_address(text) for text in bus),
-        allowed_hosts=tuple(name.strip() for name in hosts),
+        allowed_hosts=tuple(hosts),
         telemetry_key_file=parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", ""),
         api_key_file=parsed.api_key_file or os.environ.get("KAKEYA_NETWORK_API_KEY_FILE", ""),
         state_file=parsed.state or os.environ.get("KAKEYA_DASHBOARD_STATE", ""),
@@ -274,8 +292,10 @@ def options_from(parsed: Any) -> DashboardOptions:
     )
 
 
-def _listed(variable: str) -> list[str]:
-    return [text for text in os.environ.get(variable, "").split(",") if text.strip()]
+def _listed(flags: Sequence[str], variable: str) -> list[str]:
+    """The texts of a repeated flag, each with commas or not; without any, of a variable."""
+    texts = flags or [os.environ.get(variable, "")]
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
 
 
 # --- pairing -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from daemons.fleet import Member, Starting, deferred_signals, run_folder, stop_members, unwritable
+from daemons.fleet import Member, Starting, deferred_signals, read_members, run_folder, stop_members, unwritable
 from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address
@@ -27,9 +27,8 @@ def url_of(member: Member) -> str:
 def running_dashboard() -> Member | None:
     """The one that was started, if it still runs."""
     try:
-        row = json.loads(_note().read_text(encoding="utf-8"))
-        member = Member(**{**row, "arguments": tuple(row["arguments"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        (member,) = read_members(b"[" + _note().read_bytes() + b"]")
+    except (OSError, ValueError):
         return None
     return member if member.alive else None
 

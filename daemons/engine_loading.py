@@ -27,16 +27,10 @@ def load_model(
         ModelError: the folder can't be loaded, or its caches are not supported.
         ConfigError: an assertion does not hold, or a number is out of range.
     """
-    # Imported on the engine's thread: MLX takes seconds to import, and must be used on the thread that loads it.
-    from kakeya_zmq.model.blas import prepare_blas
-
-    # MLX binds its matrix library when it is first imported, so this comes before every import that needs MLX.
-    threads = settings.blas_threads or os.cpu_count() or 1
-    report = prepare_blas(threads)
-    if report.warning:
-        tell(report.warning)
-    from kakeya_zmq.model.layout import CachePolicy
+    # Here, not above: only processes with a model need this package. It imports MLX on the engine's thread, which must be
+    # the one that uses it, and after the matrix library that MLX binds to.
     from kakeya_zmq.model.loader import load_engine
+    from kakeya_zmq.model.policy import CachePolicy
 
     bounded = settings.kv_policy == "sink-window"
     codec = storage_codec(settings.cache_compression, q_range=settings.lattice_q)
@@ -49,7 +43,7 @@ def load_model(
         policy=CachePolicy.sink_window(settings.sink, settings.window) if bounded else CachePolicy.native(),
         tenant=settings.tenant_id,
         digest_cache=kakeya_home() / "digests.json",
-        blas_threads=threads,
+        blas_threads=settings.blas_threads or os.cpu_count() or 1,
         on_progress=tell,
         assertions={name: value for name, value in assertions.items() if name != "cache_format_version"},
     )

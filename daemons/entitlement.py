@@ -58,6 +58,8 @@ class Entitlement:
         self.access = Access()
         self.error = ""
         """Why a changed roster is not used; empty when it is."""
+        self.now_revoked: Callable[[], None] = lambda: None
+        """Called when keys are refused that were not before."""
         self._folder = folder
         self._roster_file = roster_file
         self._identities = identities
@@ -142,7 +144,9 @@ class Entitlement:
         names = self._names_of(public_key)
         return ", ".join(names[:4]) if names else f"the unknown key {public_key.hex()[:FINGERPRINT_DIGITS]}"
 
-    def _now_revoked(self, revocations: Iterable[Revocation]) -> None:
+    def _now_revoked(self, revocations: Collection[Revocation]) -> None:
+        if revocations:
+            self.now_revoked()
         for revocation in revocations:
             key = revocation.identity_public_key
             self._identities.revoke(key)

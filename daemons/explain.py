@@ -48,9 +48,12 @@ def explain(console: Console, address: Address, psk_file: Path, *, count: int, f
         if follow:
             known = client.requests(REQUEST_RECORDS_MAX)
             bus_port = client.status().sections["node"]["bus_port"]
+            peer = client.peer
     if follow:
         former = {record.request_id: None for record in known if record not in records}
-        _follow(console, Address(address.host, int(bus_port or 0)), psk_file, records, former)
+        bus = Address(address.host, int(bus_port or 0))
+        # The node that has just answered, and nobody else who may speak on that bus.
+        _follow(console, bus, psk_file, peer.identity_public_key if peer is not None else b"", records, former)
         return 0
     for record in records:
         _show(console, record)
@@ -62,11 +65,17 @@ def explain(console: Console, address: Address, psk_file: Path, *, count: int, f
 
 
 def _follow(
-    console: Console, bus: Address, psk_file: Path, records: tuple[RequestEvent, ...], seen: dict[str, None]
+    console: Console,
+    bus: Address,
+    psk_file: Path,
+    identity_public_key: bytes,
+    records: tuple[RequestEvent, ...],
+    seen: dict[str, None],
 ) -> None:
     """Show each record once, as it comes over the bus: with --json one object a line.
 
     Args:
+        identity_public_key: of the node whose records are wanted: only what it has signed is shown.
         records: shown first.
         seen: ids of others that are not shown: the node tells them again to every reader that joins.
     """
@@ -81,6 +90,9 @@ def _follow(
             console.result(as_dict(record))
         else:
             _show(console, record)
+
+    def admit(node_id: str, public_key: bytes) -> str:
+        return "" if public_key == identity_public_key else "another node"
 
     def heard(message: BusMessage) -> None:
         try:
@@ -100,7 +112,7 @@ def _follow(
     ended: list[BrokenPipeError] = []
     try:
         keys = FleetKey.load(psk_file)
-        subscriber = Subscriber(reactor, keys=keys, topics=[Topic.REQUEST], on_message=heard)
+        subscriber = Subscriber(reactor, keys=keys, topics=[Topic.REQUEST], on_message=heard, admit=admit)
         subscriber.connect(bus)
         reactor.run()
     finally:

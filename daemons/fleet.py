@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from kakeya_zmq.config import kakeya_home
@@ -30,6 +31,7 @@ START_TIMEOUT_SECONDS = 180.0
 STOP_TIMEOUT_SECONDS = 40.0
 """Longer than daemons drain (--drain-s)."""
 POLL_SECONDS = 0.05
+PID_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Member:
             process = psutil.Process(self.pid)
             ours = abs(process.create_time() - self.created) < 2.0
             return ours and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
+        except psutil.Error:  # it is gone, or somebody else's
             return False
 
     def option(self, flag: str) -> str:
@@ -92,12 +94,35 @@ def ensure_psk(path: Path) -> bool:
 
 
 def load_fleet() -> tuple[Member, ...]:
-    """The members noted by the last ``kakeya up``, alive or not."""
+    """The members noted by the last ``kakeya up``, alive or not.
+
+    Raises:
+        ConfigError: the notes cannot be read, or are not ours. Taken for none, they would be written over.
+    """
+    path = run_folder() / "fleet.json"
     try:
-        rows = json.loads((run_folder() / "fleet.json").read_text(encoding="utf-8"))
-        return tuple(Member(**{**row, "arguments": tuple(row["arguments"])}) for row in rows)
-    except (OSError, ValueError, TypeError, KeyError):
+        return read_members(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
         return ()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is damaged, or not from `kakeya up`"
+        remedy = "`kakeya down` stops what it was about, if that runs, and puts it aside"
+        raise ConfigError(f"{path} cannot be used: {why}", remedy=remedy) from None
+
+
+def read_members(data: bytes) -> tuple[Member, ...]:
+    """Read notes of running daemons.
+
+    Raises:
+        ValueError: they are none.
+    """
+    try:
+        members = msgspec.json.decode(data, type=tuple[Member, ...])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not all(0 < member.pid <= PID_MAX for member in members):
+        raise ValueError("no process has such a number")
+    return members
 
 
 def save_fleet(members: Sequence[Member]) -> None:
@@ -347,12 +372,24 @@ def stop_processes(processes: Sequence[psutil.Process], tell: Callable[[str], No
 def stop_fleet(tell: Callable[[str], None]) -> int:
     """Stop everything noted, and what was started here without being noted; how many were running.
 
+    Notes that cannot be read are put aside as ``fleet.json.damaged``: the processes tell themselves that they are ours.
+
     Raises:
         ConfigError: the notes of what ran cannot be removed.
     """
     from daemons.dashboard_process import stop_dashboard
 
-    members = live_members()
+    notes = run_folder() / "fleet.json"
+    try:
+        members = live_members()
+    except ConfigError as error:
+        members = ()
+        aside = notes.with_name(f"{notes.name}.damaged")
+        try:
+            notes.replace(aside)
+        except OSError as reason:
+            raise unwritable(reason) from None
+        tell(f"{error.message}; it is kept as {aside}")
     stop_members(members, tell)
     count = len(members) + stop_dashboard(tell)
     unnoted = started_here()
@@ -360,7 +397,7 @@ def stop_fleet(tell: Callable[[str], None]) -> int:
         tell("stopping processes that `kakeya up` started here, and that its notes under run/ do not tell of")
         stop_processes(unnoted, tell)
     try:
-        (run_folder() / "fleet.json").unlink(missing_ok=True)
+        notes.unlink(missing_ok=True)
     except OSError as error:
         raise unwritable(error) from None
     return count + len(unnoted)

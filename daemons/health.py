@@ -6,6 +6,9 @@
 
 The reactor's thread puts a report on the board, the server's threads read the last one. A report that is too old means that
 the reactor does not turn any more, which is unhealthy, too. No session, token or address is in any of it.
+
+It answers to the names of the loopback interface only (421 else): a page elsewhere can have its own name lead here, and its
+browser says that name in the Host header. A probe of HTTP/1.0 that names no host is no browser, and is answered.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 from typing import Any, Final
 
+from dashboard.hosts import host_rule
 from wire.errors import ConfigError, PortInUseError
 
 HOST: Final = "127.0.0.1"
+_HOSTS: Final = host_rule(HOST)
 REQUEST_TIMEOUT_S: Final = 5.0
 STALE_AFTER_S: Final = 30.0
 """Reports come at least every five seconds; a reactor that is silent for so long hangs."""
@@ -105,6 +110,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         found = self.server.board.answer(self.path.partition("?")[0])
         status, body = found if found is not None else (HTTPStatus.NOT_FOUND, {"detail": "no such path"})
+        if not self._is_meant():
+            status, body = HTTPStatus.MISDIRECTED_REQUEST, {"detail": "this is not the host that was asked for"}
         data = json.dumps(body).encode("utf-8")
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -112,6 +119,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(data)
+
+    def _is_meant(self) -> bool:
+        """Whether the request names this machine's loopback interface."""
+        named = self.headers.get_all("Host", [])
+        if not named:
+            return self.request_version == "HTTP/1.0"
+        return len(named) == 1 and _HOSTS.allows(named[0].strip())
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Not logged: a probe comes every few seconds."""

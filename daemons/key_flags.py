@@ -75,8 +75,8 @@ def _run_key(options: argparse.Namespace) -> int:
 
     console = Console(json_mode=options.json)
     path = psk_file(options)
-    if done := run_key_action(options.action, options.argument, path):
-        console.say(done)
+    for line in run_key_action(options.action, options.argument, path).splitlines():
+        console.say(line)
     states = key_states(path)
     console.table("keys", ("key", "state"), [(state["key"], state["state"]) for state in states])
     if options.json:

@@ -25,7 +25,7 @@ KEY_ID_DIGITS: Final = 16
 
 
 def run_key_action(action: str, argument: str, psk_file: Path) -> str:
-    """Carry out one action; a line that says what was done, and what comes next. Empty for ``show``.
+    """Carry out one action; lines that say what was done, and what comes next. Empty for ``show``.
 
     Args:
         argument: of ``retire`` a key id, empty for the oldest key; of ``forget`` a node id.
@@ -86,11 +86,15 @@ def _telemetry(psk_file: Path) -> str:
 def _forget(node_id: str) -> str:
     if not node_id:
         raise ConfigError("forget whom?", remedy="`kakeya key forget NODE`")
+    from dashboard.speakers import reader_folders
+
     folders = [path.parent for path in sorted((kakeya_home() / "nodes").glob("*/identity.key"))]
     forgotten = [folder.name for folder in folders if forget_node(folder, node_id)]
+    if sum(forget_node(folder, node_id) for folder in reader_folders(kakeya_home())):
+        forgotten.append("dashboard and monitor")
     if not forgotten:
         raise ConfigError(
-            f"no node of this machine has seen {node_id[:64]!r}",
+            f"no node and no dashboard of this machine has seen {node_id[:64]!r}",
             remedy="`kakeya status` lists them; new ones come within seconds",
         )
     return f"{', '.join(forgotten)} will take the next key that comes under the name {node_id[:64]}; do so on every machine"

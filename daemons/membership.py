@@ -18,6 +18,7 @@ from typing import Final, assert_never
 
 from msgspec.structs import replace
 
+from daemons.own_addresses import network_of
 from daemons.peers import PeerTable
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.bus import Subscriber
@@ -372,15 +373,21 @@ def next_incarnation(folder: Path) -> int:
 # --- endpoints -------------------------------------------------------------------------------------------------------
 
 
-def announced_endpoints(settings: Settings, address: Address) -> tuple[Endpoint, ...]:
+def announced_endpoints(settings: Settings, address: Address, own: Sequence[str] = ()) -> tuple[Endpoint, ...]:
     """All ways to reach this node, for its card: ``address`` as --network and --priority describe it, then every --endpoint.
+
+    Args:
+        own: this machine's addresses, told in the place of an ``address`` that stands for all of them.
 
     Raises:
         ConfigError: an --endpoint cannot be parsed, or there are too many.
     """
-    priority = settings.priority or DEFAULT_PRIORITIES[settings.network]
-    first = Endpoint(address=str(address), network=settings.network, priority=priority)
-    endpoints = {first.address: first}
+    endpoints: dict[str, Endpoint] = {}
+    for host in own[: max(1, ENDPOINTS_MAX - len(settings.endpoint))] or (address.host,):
+        network = network_of(host, settings.network) if own else settings.network
+        priority = settings.priority or DEFAULT_PRIORITIES[network]
+        first = Endpoint(address=str(Address(host, address.port)), network=network, priority=priority)
+        endpoints[first.address] = first
     for text in settings.endpoint:
         endpoint = parse_endpoint(text)
         endpoints.setdefault(endpoint.address, endpoint)

@@ -19,13 +19,15 @@ import psutil
 
 from daemons.admission import Admission
 from daemons.askers import Askers
+from daemons.bounded_status import bounded
 from daemons.bulk import BulkShell
 from daemons.cache_budget import CacheBudget
 from daemons.dispatch import Dispatcher
+from daemons.emptying import StoreEmptying
 from daemons.membership import Membership, announced_endpoints, next_incarnation, with_literal_hosts
 from daemons.memory import peak_memory_bytes
 from daemons.node_lock import NodeLock
-from daemons.own_addresses import look_up
+from daemons.own_addresses import is_everywhere, look_up, own_hosts
 from daemons.rotation import KeyedEndpoints
 from daemons.security import Security
 from daemons.telemetry_feed import NodeTelemetry
@@ -40,6 +42,7 @@ from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, check_libzmq, parse_address, parse_port_range
+from kakeya_zmq.protocol.effects import Refuse
 from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.serve import CacheService
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
@@ -160,6 +163,7 @@ class Node:
             topics=[Topic.CARD],
             on_message=self._bus_message,
             on_gap=lambda *_: None,
+            on_refused=lambda node_id, reason: self._refused(reason, SecurityKind.CARD_REFUSED),
         )
         self.membership = Membership(
             reactor,
@@ -186,6 +190,8 @@ class Node:
         self.dispatcher.observe = self.telemetry.observe
         self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes, quota_bytes=self._quota_bytes)
         access.is_held = self.store.holds_namespace
+        self.emptying = StoreEmptying(reactor, self.store, told=self._emptied)
+        self.security.entitlement.now_revoked = self.emptying.revoked
         if settings.adaptive_cache:
             budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
             self.sections.append(budget.section)
@@ -261,7 +267,16 @@ class Node:
             "listed_nodes": len(roster.nodes) if roster is not None else None,
             "revoked_keys": len(entitlement.revocations),
             "roster_usable": not entitlement.error,
+            "emptyings": self.emptying.count,
+            "emptied_bytes": self.emptying.bytes_dropped,
+            "next_emptying_s": self.emptying.next_s(),
         }
+
+    def _emptied(self, why: str, dropped_bytes: int) -> None:
+        self.security.audit.write("revoked", why)
+        self.note("warning", f"{why} ({dropped_bytes} bytes)")
+        if self.state == "serving":
+            self.announce()
 
     def _keys_changed(self) -> None:
         """Other PSKs are valid, or they are served elsewhere."""
@@ -327,17 +342,28 @@ class Node:
 
     @property
     def address(self) -> Address:
-        """Where other nodes reach this one."""
+        """Where other nodes reach this one; without --advertise, where it serves."""
         if self.settings.advertise:
             return parse_address(self.settings.advertise)
         return self.endpoints.address
 
     def _announced(self) -> tuple[Endpoint, ...]:
-        return with_literal_hosts(announced_endpoints(self.settings, self.address), self._literals)
+        own = self._own_hosts()
+        literals = {**self._literals, **{host: host for host in own}}
+        return with_literal_hosts(announced_endpoints(self.settings, self.address, own), literals)
+
+    def _own_hosts(self) -> tuple[str, ...]:
+        """This machine's addresses, where it serves at all of them and is not told which to announce; they may change."""
+        if self.settings.advertise or not is_everywhere(self.address.host):
+            return ()
+        return own_hosts(six=":" in self.address.host)
 
     def _look_up_own_names(self) -> None:
         """Learn the addresses behind the names that the settings announce, once: the reactor does not run yet."""
-        hosts = [parse_address(each.address).host for each in announced_endpoints(self.settings, self.address)]
+        own = self._own_hosts()
+        if own:
+            self.note("info", f"--advertise is not given: what this machine's networks call it is announced ({len(own)})")
+        hosts = [parse_address(each.address).host for each in announced_endpoints(self.settings, self.address, own)]
         self._literals = look_up(hosts)
         for host in dict.fromkeys(hosts):
             if host not in self._literals:
@@ -366,6 +392,14 @@ class Node:
         self.telemetry.security(kind, reason, subject)
         self.note("warning", reason)
 
+    def carry_out(self, effect: object) -> bool:
+        """Effects of any machine that are the security desk's business; whether it was one."""
+        if not isinstance(effect, Refuse):
+            return False
+        self.security.count_refusal(effect.reason, subject=effect.node_id)
+        self.note("warning", f"{effect.node_id}: {effect.reason}")
+        return True
+
     # --- requests ------------------------------------------------------------------------------------------------------
 
     def _request(self, incoming: IncomingRequest) -> None:
@@ -387,7 +421,7 @@ class Node:
             case ExchangeCards() as exchange:
                 self.membership.answer(incoming, exchange)
             case GetStatus():
-                incoming.reply(self.status())
+                incoming.reply(bounded(self.status()))
             case GetRequests(count=count) if "primary" in self.local.roles:
                 incoming.reply(self.telemetry.requests(count))
             case _:

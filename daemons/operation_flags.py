@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from kakeya_zmq.options import ALL_ROLES
+from kakeya_zmq.option_values import ALL_ROLES
 
 JSON_HELP = "print one JSON object as the last line of standard output"
 

@@ -1,45 +1,67 @@
-"""What this machine's own addresses and names are: for judging the addresses that others tell, and for telling ours."""
+"""What this machine's own addresses and names are, for telling them to others."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import psutil
 
-from kakeya_zmq.io.sockets import Address
-from kakeya_zmq.protocol.dialling import is_dialable
-
-LOOK_AGAIN_S: Final = 10.0
+HOSTS_MAX: Final = 8
+"""Of this machine's own addresses, told when none is configured: others try them one after the other."""
+VIRTUAL: Final = re.compile(r"docker|veth|br-|virbr|vmnet|vboxnet|bridge1\d\d")
+"""Interfaces between this machine and what runs on it. A Thunderbolt bridge is bridge0 on macOS."""
+TAILSCALE: Final = ipaddress.ip_network("100.64.0.0/10")
 LOOKUP_S: Final = 3.0
 """For all names together: a daemon's start does not wait longer for a name server that is silent."""
 
 
-class OwnInterfaces:
-    """This machine's interfaces, read again after a while: a cable may be plugged in later."""
+def is_everywhere(host: str) -> bool:
+    """Whether a host stands for all addresses of a machine: one can bind it, and nobody can dial it."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_unspecified
+    return False
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._read_at: float | None = None
-        self._names: frozenset[str] = frozenset()
-        self._link_local = False
 
-    def may_dial(self, address: Address) -> bool:
-        """Whether an address of another node's card leads somewhere that can be meant."""
-        now = self._clock()
-        if self._read_at is None or now >= self._read_at + LOOK_AGAIN_S:
-            self._read_at = now
-            with contextlib.suppress(OSError):  # then as it was
-                found = psutil.net_if_addrs()
-                self._names = frozenset(found)
-                own = [each for addresses in found.values() for each in addresses if each.family == socket.AF_INET]
-                self._link_local = any(each.address.startswith("169.254.") for each in own)
-        return address.port != 0 and is_dialable(address.host, link_local=self._link_local, interfaces=self._names)
+def can_be_reached(host: str) -> bool:
+    """Whether others could dial a host at all: a name, or an address that one machine has to itself."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        nobody = address.is_unspecified or address.is_multicast
+        return not (nobody or (address.version == 4 and (address.is_reserved or int(address) >> 24 == 0)))
+    return True
+
+
+def own_hosts(*, six: bool) -> tuple[str, ...]:
+    """The addresses of this machine's networks that others may reach it at, the likelier ones first; at least loopback.
+
+    Args:
+        six: IPv6 addresses, too.
+    """
+    found: list[tuple[int, str]] = []
+    with contextlib.suppress(OSError):
+        running = {name for name, state in psutil.net_if_stats().items() if state.isup}
+        for name, addresses in psutil.net_if_addrs().items():
+            if name not in running or VIRTUAL.match(name):
+                continue
+            for each in addresses:
+                if each.family == socket.AF_INET or (six and each.family == socket.AF_INET6):
+                    with contextlib.suppress(ValueError):
+                        address = ipaddress.ip_address(each.address)
+                        if not address.is_loopback and not (address.version == 6 and address.is_link_local):
+                            found.append((address.version + 10 * address.is_link_local, str(address)))
+    return tuple(dict.fromkeys(host for _, host in sorted(found)))[:HOSTS_MAX] or ("127.0.0.1",)
+
+
+def network_of(host: str, configured: str) -> str:
+    """The kind of network an own address is on: as configured, but addresses of Tailscale show themselves."""
+    return "tailscale" if ":" not in host and ipaddress.ip_address(host) in TAILSCALE else configured
 
 
 def is_literal(host: str) -> bool:

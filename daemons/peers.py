@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, assert_never
 
-from daemons.own_addresses import OwnInterfaces
 from kakeya_zmq.io.control_client import ControlClient, Keys, LinkState
+from kakeya_zmq.io.interfaces import OwnInterfaces
+from kakeya_zmq.io.names import Names
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol import endpoints as em
@@ -99,6 +100,7 @@ class PeerTable:
         self._on_down = on_down
         self._on_passed_over = on_passed_over
         self._own = OwnInterfaces(reactor.clock)
+        self._names = Names(reactor)
         self._plan = DialPlan()
         self._plan_due: float | None = None
         self._nodes: dict[str, _Node] = {}
@@ -372,6 +374,7 @@ class PeerTable:
             on_up=lambda peer: self._up(link, peer),
             on_down=lambda reason: self._down(link, reason),
             on_round_trip=lambda round_trip_ms: self._measured(link, round_trip_ms),
+            names=self._names,
         )
         link = _Link(client, seed=expected is None, node_id=node_id)
         self._links.append(link)

@@ -40,6 +40,7 @@ from kakeya_zmq.telemetry import Value, explanation_line
 from wire.bulk import own_suites
 from wire.cards import Card
 from wire.ids import NodeId
+from wire.job_seal import JobKeys
 from wire.keys import load_or_create_tenant_key
 from wire.limits import GIB
 from wire.messages import CreateSession, Cut, PrefillPolicy, ValueBytes
@@ -65,6 +66,7 @@ class Primary:
         self._settings = settings
         self._tenant_key = load_or_create_tenant_key(Path(settings.tenant_key_file))
         self._tenant_key_id = tenant_key_id(self._tenant_key)
+        self._job_keys = JobKeys(self._tenant_key)
         self.node = Node(reactor, settings, load_keys(settings), roles=("primary",))
         self._rates = MeasuredRates()
         self._rates.local.default = settings.local_prefill_tps
@@ -156,6 +158,7 @@ class Primary:
                 sharing=self._settings.enable_prefill_cache,
             ),
         )
+        node.emptying.also.append(self._let_go)
         node.dispatcher.add(self._publisher, extra=self._carry_out)
         node.dispatcher.add(self._inference, handles=self._inference.handles, extra=self._carry_out)
         node.sections.append(self._section)
@@ -166,6 +169,13 @@ class Primary:
         reached = {"address": str(node.address), "bus_port": node.endpoints.bus_port}
         self._ready({**reached, "model_id": facts.compatibility.model_id})
 
+    def _let_go(self) -> None:
+        """The store was emptied, as what was in it may be wrong: what came of it goes nowhere any more."""
+        assert self._publisher is not None
+        assert self._inference is not None
+        self._inference.isolate()
+        self.node.dispatcher.apply(self._publisher, self._publisher.close())
+
     def _carry_out(self, effect: object) -> bool:
         match effect:
             case ExplainPrompt(explanation=explanation):
@@ -173,7 +183,7 @@ class Primary:
             case PublishParts(parts=parts, cuts=cuts):
                 self._publish(parts, cuts)
             case _:
-                return False
+                return self.node.carry_out(effect)
         return True
 
     def _publish(self, parts: tuple[Part, ...], cuts: tuple[Cut, ...]) -> None:
@@ -241,6 +251,9 @@ class Primary:
             hints=hints,
             no_worker="" if workers else self._no_worker(set(options.exclude_nodes), now),
             is_connected=lambda node_id: self.node.find_asked(node_id) is not None,
+            may_keep=self._may_keep(),
+            job_keys=self._job_keys,
+            identity_public_key=self.node.local.identity.public_key,
         )
         return PromptPreparation(
             task,
@@ -252,6 +265,12 @@ class Primary:
             set_value=self.node.counters.set,
             flights=request.flights,
         )
+
+    def _may_keep(self) -> Callable[[], bool]:
+        """Until the store is emptied: what is under way then rests on what was in it."""
+        emptying = self.node.emptying
+        count = emptying.count
+        return lambda: emptying.count == count
 
     def _preparation_settings(self) -> PreparationSettings:
         settings = self._settings
@@ -324,6 +343,13 @@ class Primary:
         client = self.node.peers.find(node_id)
         return (client.round_trip_ms or 0.0) if client is not None else 0.0
 
+    def _identity_of(self, node_id: str) -> bytes:
+        """The key that a connected node has proven in its session."""
+        client = self.node.peers.find(node_id)
+        assert client is not None, "only connected nodes are looked at"
+        assert client.peer is not None, "and their sessions are up"
+        return client.peer.identity_public_key
+
     def _link_megabytes_per_second(self, node_id: str) -> float:
         """What was measured of the link from a node, else what the settings assume."""
         return self._rates.link_megabytes_per_second(NodeId(node_id)) or self._settings.cache_link_mbps / 8
@@ -364,6 +390,7 @@ class Primary:
         return tuple(
             WorkerView(
                 node_id=NodeId(name),
+                identity_public_key=self._identity_of(name),
                 prefill_tokens_per_second=self._settings.worker_prefill_tps,
                 queued_tokens=0,
                 round_trip_ms=self._round_trip_ms(name),
@@ -393,6 +420,7 @@ class Primary:
             views.append(
                 WorkerView(
                     node_id=NodeId(card.node_id),
+                    identity_public_key=self._identity_of(card.node_id),
                     prefill_tokens_per_second=worker.prefill_tokens_per_second or self._settings.worker_prefill_tps,
                     queued_tokens=worker.queued_tokens,
                     round_trip_ms=self._round_trip_ms(card.node_id),

@@ -10,14 +10,13 @@ from pathlib import Path
 
 from daemons.fleet import live_members
 from daemons.node import node_folder
-from kakeya_zmq.client import CALL_TIMEOUT_S, Client
+from kakeya_zmq.client import Client
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.known_nodes import load_known_nodes
 from kakeya_zmq.revocation_file import add_revocation
 from kakeya_zmq.roster import ROSTER_FILE, Roster
 from wire.errors import ConfigError, FailureCode, RequestFailed
 from wire.keys import KEY_BYTES, NodeIdentity
-from wire.messages import CardList, ExchangeCards
 from wire.revocations import Revocation, sign_revocation
 
 
@@ -30,19 +29,6 @@ class Told:
     """That took it."""
     unreached: tuple[str, ...]
     """``host:port: why``, of those that could not be asked."""
-
-
-class _Teller(Client):
-    """A client that asks afterwards what has become of a revocation."""
-
-    def lacks(self, mark: bytes) -> bool:
-        """Whether the node does not hold the revocation with this mark: only marks that it lacks are asked for.
-
-        Raises:
-            RequestFailed: no answer.
-        """
-        body = ExchangeCards(cards=(), ages_ms=(), known=b"", revoked=mark)
-        return bool(self._call(body, CardList, CALL_TIMEOUT_S).wanted_revocations == mark)
 
 
 def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[str], psk_file: Path) -> Told:
@@ -86,9 +72,9 @@ def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[st
     unreached: list[str] = []
     for address in addresses or [member.address for member in live_members() if member.role != "dashboard"]:
         try:
-            with _Teller(address, psk_file=psk_file, node_id=signer[0], identity=signer[1]) as client:
+            with Client(address, psk_file=psk_file, node_id=signer[0], identity=signer[1]) as client:
                 client.tell_revocations((blob,))
-                (refused if client.lacks(revocation.mark) else reached).append(address)
+                (refused if client.lacks_revocation(revocation.mark) else reached).append(address)
         except RequestFailed as error:
             unreached.append(f"{address}: {error.message}")
     if refused:

@@ -39,8 +39,9 @@ def show_status(console: Console, addresses: tuple[str, ...], psk_file: Path) ->
 
     Raises:
         SecretFileError: the PSK file cannot be used.
+        ConfigError: the notes of `kakeya up` cannot be used, and no address was given.
     """
-    members = {member.address: member for member in fleet.load_fleet()}
+    members = {member.address: member for member in ([] if addresses else fleet.load_fleet())}
     targets = addresses or tuple(dict.fromkeys((*members, *nodes_here(kakeya_home()))))
     if not targets:
         console.say(f"no node is running here; start a fleet with `{command_name()} up`, or name a node with --address")
@@ -106,6 +107,8 @@ def _show(console: Console, address: str, status: Status) -> None:
         trip = f", {row['round_trip_ms']} ms" if row.get("round_trip_ms") is not None else ""
         error = f" — {row['error']}" if row.get("error") else ""
         console.say(f"  peer     {row.get('node_id') or row.get('address')}: {row.get('state')}{trip}{error}")
+    if left_out := _figure(status.sections.get("node", {}), "peers_left_out"):
+        console.say(f"  peers    {left_out:.0f} more, which do not fit into one answer")
     for line in status.recent[-5:]:
         console.say(f"  event    {line}")
 

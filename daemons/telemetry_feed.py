@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kakeya_zmq.io.interfaces import OwnInterfaces
 from kakeya_zmq.io.reactor import describe_exception
 from kakeya_zmq.store import BlockStore
 from kakeya_zmq.telemetry_feed import (
@@ -23,6 +24,7 @@ from kakeya_zmq.telemetry_feed import (
     TakeFigures,
     TelemetryFeed,
     encode_fitting,
+    encode_last,
 )
 from kakeya_zmq.telemetry_feed_snapshot import encode_snapshot, known_peers, make_snapshot
 from wire.bus import Topic
@@ -52,6 +54,7 @@ class NodeTelemetry:
             random_bytes=secrets.token_bytes,
         )
         self._snapshots = 0
+        self.interfaces = OwnInterfaces(node.reactor.clock)
         self.link_megabytes_per_second: Callable[[str], float] = lambda node_id: 0.0
         """What was measured of the link from a node, 0 when nothing was; set by roles that measure."""
         node.reactor.add_deadline_source(self._feed.deadline, lambda now: self.observe(FeedTick()))
@@ -85,15 +88,7 @@ class NodeTelemetry:
 
     def requests(self, count: int) -> Requests:
         """The last records, oldest first: as many as fit into one answer."""
-        records: list[bytes] = []
-        room = ANSWER_BYTES_MAX
-        for record in reversed(self._feed.last_requests(count)):
-            payload = encode_fitting(record)
-            room -= len(payload) + 8
-            if room < 0 and records:
-                break
-            records.append(payload)
-        return Requests(records=tuple(reversed(records)))
+        return Requests(records=encode_last(self._feed.last_requests(count), ANSWER_BYTES_MAX))
 
     # --- what the feed wants -----------------------------------------------------------------------------------------
 
@@ -145,6 +140,7 @@ def snapshot_of(node: Node) -> NodeSnapshot:
             card_age_ms=lambda node_id: directory.age_ms(node_id, now),
             clock_skew_ms=directory.clock_skew_ms,
             megabytes_per_second=node.telemetry.link_megabytes_per_second,
+            may_dial=node.telemetry.interfaces.may_dial_host,
         ),
         tokens_per_second=float(measured),
         cache_format_version=facts.compatibility.cache_format_version if facts is not None else "",

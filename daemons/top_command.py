@@ -186,16 +186,20 @@ def _feeding(fleet: LiveFleet, parsed: argparse.Namespace) -> Iterator[BusFeed]:
     """The fleet fed from its buses while the block lasts."""
     from dashboard.discovery import local_buses
     from dashboard.feed import BusFeed
+    from dashboard.speakers import speakers_of
     from kakeya_zmq.config import kakeya_home
     from kakeya_zmq.io.descriptors import raise_descriptor_limit
     from kakeya_zmq.io.sockets import parse_address
 
     home = kakeya_home()
     addresses = [parse_address(text) for text in parsed.bus]
-    key = _telemetry_key(parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", ""), home)
+    named = parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", "")
+    key = _telemetry_key(named, home)
     raise_descriptor_limit()
     # Who names a bus may mean another fleet than the one on this machine.
-    feed = BusFeed(fleet, key, addresses=addresses, discover=tuple if addresses else lambda: local_buses(home))
+    speakers = speakers_of(home, key, Path(named) if named else None)
+    discover = tuple if addresses else lambda: local_buses(home)
+    feed = BusFeed(fleet, key, addresses=addresses, discover=discover, speakers=speakers)
     try:
         feed.start()
         yield feed

@@ -90,6 +90,7 @@ class Worker:
         self._work = WorkService(
             facts=facts,
             tenant_key=self._tenant_key,
+            identity_public_key=node.local.identity.public_key,
             store=node.store,
             ids=node.ids,
             has_aes=node.has_aes,
@@ -101,12 +102,18 @@ class Worker:
             ),
         )
         self._work.tokens_per_second = tokens_per_second
+        node.emptying.also.append(self._let_go)
         node.worker_offering = self._offering
-        node.dispatcher.add(self._work, handles=self._work.handles)
+        node.dispatcher.add(self._work, handles=self._work.handles, extra=node.carry_out)
         node.sections.append(self._section)
         node.open()
         reached = {"address": str(node.address), "bus_port": node.endpoints.bus_port}
         self._ready({**reached, "model_id": facts.compatibility.model_id})
+
+    def _let_go(self) -> None:
+        """The store was emptied, as what was in it may be wrong."""
+        assert self._work is not None
+        self.node.dispatcher.apply(self._work, self._work.distrust_store(self._reactor.clock()))
 
     def _offering(self) -> WorkerOffering:
         assert self._work is not None

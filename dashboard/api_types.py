@@ -515,7 +515,7 @@ class Bus(_Part, frozen=True, kw_only=True):
     """How well this process hears the fleet.
 
     ``unheard``: nodes that others know and that are not heard here. ``handshakes_rejected``: buses that refused the
-    telemetry key, or that are none of the fleet.
+    telemetry key, or that are none of the fleet. ``refused``: messages that were not signed by the node they named.
     """
 
     state: Literal["waiting", "live", "silent"]
@@ -525,4 +525,5 @@ class Bus(_Part, frozen=True, kw_only=True):
     dropped: int
     malformed: int
     handshakes_rejected: int
+    refused: int
     unheard: list[UnheardNode]

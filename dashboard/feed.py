@@ -4,12 +4,16 @@ It holds the telemetry-read key and nothing else of the fleet's secrets. It star
 those found on this machine, and learns all others from what nodes tell of their peers. It can start before the fleet, and
 outlive it: libzmq connects again by itself, and a node tells its present state to whoever subscribes.
 
+What is not signed with the key that belongs to the name it came under (:mod:`dashboard.speakers`) is refused, counted and
+told as a refusal.
+
 A reader that is too slow loses messages and nothing else happens: a publisher drops what a full connection cannot take, and
 here the oldest of what waits for the view is dropped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -17,7 +21,9 @@ from typing import Final
 
 from dashboard.fleet_view import BusState, FleetView
 from dashboard.hub import LiveFleet
+from dashboard.speakers import Speakers
 from kakeya_zmq.io.bus import Subscriber
+from kakeya_zmq.io.interfaces import OwnInterfaces
 from kakeya_zmq.io.reactor import Reactor, describe_exception
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.bus import BusMessage, Group, Topic
@@ -34,6 +40,8 @@ TICK_S: Final = 0.5
 CONNECT_S: Final = 1.0
 """How often new addresses are looked for."""
 ADDRESSES_MAX: Final = 1024
+REFUSALS_MAX: Final = 64
+"""Names told of one second's refusals; more are summed up under none."""
 FORGET_S: Final = 600.0
 """An address that nobody has told for so long is given up."""
 DIAL_AGAIN_S: Final = 15.0
@@ -46,6 +54,7 @@ class BusFeed:
     Args:
         addresses: buses to listen to in any case.
         discover: asked now and then for further ones; must be quick.
+        speakers: whose key belongs to which name; by default the first that is heard, for as long as this feed lives.
     """
 
     def __init__(
@@ -55,30 +64,50 @@ class BusFeed:
         *,
         addresses: Iterable[Address] = (),
         discover: Callable[[], Iterable[Address]] = tuple,
+        speakers: Speakers | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """``dropped`` (too slow), ``missed`` (lost on the bus), ``addresses_refused`` (malformed, or too many)."""
+        """``dropped`` (too slow), ``missed`` (lost on the bus), ``addresses_refused`` (not to be dialled, or too many)."""
         self._fleet = fleet
         self._fixed = frozenset(addresses)
         self._discover = discover
+        self._interfaces = OwnInterfaces(fleet.clock)
         self._refusal_told = False
+        self._speakers = speakers or Speakers()
+        self._speakers.rebound = self._rebound
+        self._refused: Counter[tuple[str, str]] = Counter()
+        """(under whose name, why) of the messages refused since the last look."""
         self._waiting: deque[tuple[BusMessage, float]] = deque(maxlen=WAITING_MAX)
         self._wanted_at: dict[Address, float] = {}
         self._dialled_at: dict[Address, float] = {}
         self._reactor = Reactor(clock=fleet.clock)
         self._subscriber = Subscriber(
-            self._reactor, keys=key, topics=TELEMETRY_TOPICS, on_message=self._on_message, on_gap=self._on_gap
+            self._reactor,
+            keys=key,
+            topics=TELEMETRY_TOPICS,
+            on_message=self._on_message,
+            on_gap=self._on_gap,
+            admit=self._speakers.admit,
+            on_refused=self._on_refused,
         )
 
     def start(self) -> None:
         """Listen, on a thread of its own."""
-        for every_s, work in ((BATCH_S, self._flush), (TICK_S, self._fleet.tick), (CONNECT_S, self._connect)):
+        for every_s, work in (
+            (BATCH_S, self._flush),
+            (TICK_S, self._fleet.tick),
+            (CONNECT_S, self._connect),
+            (CONNECT_S, self._look_at_speakers),
+        ):
             self._repeat(every_s, work)
         self._reactor.start_thread("kakeya-feed")
 
     def close(self) -> bool:
         """Stop and close every socket; whether that went well in time. Idempotent."""
-        return self._reactor.close()
+        closed = self._reactor.close()
+        if closed:
+            self._speakers.save()
+        return closed
 
     def figures(self) -> dict[str, int]:
         """Counters of feed and subscriber, and how many addresses are listened to."""
@@ -100,6 +129,22 @@ class BusFeed:
 
     def _on_gap(self, node_id: str, topic: Topic, missed: int) -> None:
         self.counters["missed"] += missed
+
+    def _on_refused(self, node_id: str, reason: str) -> None:
+        which = (node_id, reason)
+        if which not in self._refused and len(self._refused) >= REFUSALS_MAX:
+            which = ("", reason)
+        self._refused[which] += 1
+
+    def _look_at_speakers(self) -> None:
+        refused, self._refused = self._refused, Counter()
+        for (node_id, reason), count in refused.items():
+            self._fleet.refuse(node_id, reason, count)
+        self._speakers.look(self._reactor.clock())
+
+    def _rebound(self, node_id: str) -> None:
+        self._flush()  # what waits is of the key before
+        self._fleet.forget(node_id)
 
     def _flush(self) -> None:
         if self._waiting:
@@ -147,11 +192,13 @@ class BusFeed:
             self._subscriber.disconnect(address)
 
     def _parsed(self, text: str) -> Address | None:
-        try:
-            return parse_address(text)
-        except ConfigError:
-            self.counters["addresses_refused"] += 1
-            return None
+        """An address that a node tells: like those of cards it must be a plain IP address, so that no name is looked up."""
+        with contextlib.suppress(ConfigError):
+            address = parse_address(text)
+            if self._interfaces.may_dial(address):
+                return address
+        self.counters["addresses_refused"] += 1
+        return None
 
 
 def _what_is_told(view: FleetView, now: float) -> tuple[frozenset[str], frozenset[str], bool]:

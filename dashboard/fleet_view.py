@@ -33,6 +33,7 @@ from wire.events import (
     NodeSnapshot,
     RequestEvent,
     SecurityEvent,
+    SecurityKind,
     TransferEvent,
     decode_event,
 )
@@ -52,6 +53,8 @@ SECURITY_KINDS_MAX: Final = 64
 REFUSED_SUFFIX: Final = "_refused"
 """Of the security kinds, those with this ending are charted as refusals; a node that appeared is none."""
 BUS_ADDRESSES_MAX: Final = 1024
+HERE: Final = "(here)"
+"""Who tells what this reader itself has noticed; no node may have that name."""
 FINE_STEP_S: Final = 5.0
 COARSE_STEP_S: Final = 300.0
 GROWN: Final = ("prefill.tokens_reused", "prefill.tokens_computed", "prefill.tokens_generated")
@@ -162,7 +165,8 @@ class FleetView:
 
     def __init__(self, limits: ViewLimits = ViewLimits()) -> None:
         self.counters: Counter[str] = Counter()
-        """``messages``, ``malformed``, ``old`` (of an incarnation that has ended), ``nodes_refused`` (too many)."""
+        """``messages``, ``malformed``, ``old`` (of an incarnation that has ended), ``nodes_refused`` (too many), ``refused``
+        (under a name that is not its sender's)."""
         self.revisions: Counter[str] = Counter()
         """By subject: nodes, jobs, requests, transfers, evictions, security, logs, series."""
         self.ledger = CounterLedger()
@@ -219,6 +223,22 @@ class FleetView:
             case LogEvent():
                 self.logs.add(now, node_id, event)
                 self.revisions["logs"] += 1
+
+    def refuse(self, node_id: str, reason: str, count: int, now: float) -> None:
+        """Messages came under the name of a node and were not taken: a refusal, and nothing of that node's.
+
+        Args:
+            reason: fixed text.
+        """
+        self.counters["refused"] += count
+        kind = SecurityKind.TELEMETRY_REFUSED
+        self._on_security(HERE, SecurityEvent(kind=kind, subject=node_id, count=count, text=reason), now)
+
+    def forget(self, node_id: str, now: float) -> None:
+        """Another key stands for the name from now on: nothing that was told under it goes on."""
+        if node_id in self._nodes:
+            self._remove(node_id, now)
+        self.ledger.restart(node_id)
 
     def on_tick(self, now: float) -> None:
         """Let time act: nodes turn stale and vanish, jobs without an end are closed, states are charted."""

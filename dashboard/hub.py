@@ -41,6 +41,18 @@ class LiveFleet:
                 self._view.on(message, at)
             self._notify()
 
+    def refuse(self, node_id: str, reason: str, count: int) -> None:
+        """Messages under the name of a node were not taken."""
+        with self._changed:
+            self._view.refuse(node_id, reason, count, self.clock())
+            self._notify()
+
+    def forget(self, node_id: str) -> None:
+        """Another key stands for a name from now on."""
+        with self._changed:
+            self._view.forget(node_id, self.clock())
+            self._notify()
+
     def tick(self) -> None:
         """Let time act; call it about once a second."""
         with self._changed:

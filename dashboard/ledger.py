@@ -18,6 +18,8 @@ from kakeya_zmq.telemetry import PREFILL_VALUES
 NODES_MAX: Final = 4096
 NAMES_MAX: Final = 1024
 """Distinct counters in the sums; further names are ignored."""
+BEFORE_ALL: Final = -1
+"""An incarnation before every one that a node may have."""
 CACHE_COUNTERS: Final = frozenset(
     (
         "lookup_hits",
@@ -77,6 +79,17 @@ class LedgerRow:
     current: dict[str, int]
 
 
+def ended(row: LedgerRow) -> LedgerRow:
+    """The same sums, of a node whose incarnation is over and whose next one may have any number."""
+    names = row.base.keys() | row.current.keys()
+    reached = {name: row.base.get(name, 0) + row.current.get(name, 0) for name in names}
+    return LedgerRow(row.node_id, BEFORE_ALL, reached, {})
+
+
+def _row_of(kept: LedgerRow) -> _Row:
+    return _Row(kept.incarnation, dict(kept.base), dict(kept.current))
+
+
 class CounterLedger:
     """Totals of named counters over all nodes ever heard."""
 
@@ -119,6 +132,13 @@ class CounterLedger:
         heard, row.heard = row.heard, True
         return grown if heard else {}
 
+    def restart(self, node_id: str) -> None:
+        """Another key stands for the name from now on: its sums stay, its incarnation counts no more."""
+        row = self._rows.get(node_id)
+        if row is not None:
+            self._rows[node_id] = _row_of(ended(LedgerRow(node_id, row.incarnation, row.base, row.current)))
+            self._changed.add(node_id)
+
     def totals(self) -> dict[str, int]:
         """Sums over the fleet; they never go backwards."""
         return dict(self._totals)
@@ -148,7 +168,7 @@ class CounterLedger:
         for kept in rows:
             if kept.node_id in self._rows or len(self._rows) >= self._nodes_max:
                 continue
-            self._rows[kept.node_id] = _Row(kept.incarnation, dict(kept.base), dict(kept.current))
+            self._rows[kept.node_id] = _row_of(kept)
             for figures in (kept.base, kept.current):
                 for name, value in figures.items():
                     if self._admit(name):

@@ -96,6 +96,7 @@ def bus(call: Call) -> api.Bus:
             dropped=feed.get("dropped", 0),
             malformed=view.counters["malformed"] + feed.get("malformed", 0),
             handshakes_rejected=feed.get("handshakes_rejected", 0),
+            refused=view.counters["refused"],
             unheard=[
                 api.UnheardNode(node_id=peer.node_id, roles=[label(role) for role in peer.roles], told_by=peer.told_by)
                 for peer in view.unheard()

@@ -10,14 +10,17 @@
 #   VENV                        virtual environment with kakeya (the repository's .venv)
 #   KEY_FILE (~/.kakeya/network_api_key)   made by: openssl rand -hex 24 > FILE; chmod 600 FILE
 #   KAKEYA_NETWORK_HTTP_HOST (127.0.0.1)  KAKEYA_NETWORK_HTTP_PORT (8090)
+#   KAKEYA_NETWORK_ALLOW_HOST   further names it is reached by from other machines, with commas between; needs another
+#                               KAKEYA_NETWORK_HTTP_HOST than a loopback address, or a proxy (docs/dashboard.md)
 #   KAKEYA_NETWORK_BUS          bus of any node, host:port (found by itself on this machine)
 #   KAKEYA_TELEMETRY_KEY_FILE   the telemetry-read key (~/.kakeya/telemetry.key)
 #   KAKEYA_NETWORK_STATE        file of its database
 # and for a cache peer, required:
 #   KAKEYA_CACHE_NODE_ID        name of this node, unique in the fleet
 #   KAKEYA_CACHE_ADVERTISE      address others reach it at, host:port
-# optional (default): KAKEYA_CACHE_BIND (0.0.0.0:52051)  KAKEYA_CACHE_PEER_ADDRESS  KAKEYA_CACHE_GB (8)
-#   KAKEYA_CACHE_NETWORK (lan)  KAKEYA_CACHE_PRIORITY (50)  KAKEYA_TENANT_ID (default)
+# optional (what holds when neither it nor kakeya.toml says; what is given here wins over kakeya.toml):
+#   KAKEYA_CACHE_BIND (0.0.0.0:52051)  KAKEYA_CACHE_PEER_ADDRESS  KAKEYA_CACHE_GB (8)
+#   KAKEYA_CACHE_NETWORK (lan)  KAKEYA_CACHE_PRIORITY (the network's)  KAKEYA_TENANT_ID (default)
 #   KAKEYA_FLEET_PSK_FILE (~/.kakeya/fleet.psk)
 [ -n "${BASH_VERSION:-}" ] || { echo "kakeya: error: this script needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
@@ -29,6 +32,8 @@ while [ -L "$script" ]; do # run through a link: what it needs is beside the scr
 done
 # shellcheck source=deploy/service_lib.sh
 source "$(dirname "$script")/service_lib.sh"
+# shellcheck source=deploy/service_values.sh
+source "$kakeya_deploy/service_values.sh"
 
 cache_peer=no
 remaining=()
@@ -46,9 +51,9 @@ fi
 if [ "$cache_peer" = yes ]; then
     need KAKEYA_CACHE_NODE_ID "the name of this node, for example cache-mini-1"
     need KAKEYA_CACHE_ADVERTISE "the address others reach this node at, for example 192.168.1.22:52051"
-    need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "copy the fleet's key from the primary"
+    need_fleet_key "copy the fleet's key from the primary"
 else
-    export KAKEYA_NETWORK_API_KEY_FILE="${KEY_FILE:-$kakeya_home/network_api_key}"
+    name_the_dashboard
     need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
 fi
 KAKEYA_NETWORK_COMMAND="$(find_kakeya "$python")" || exit 2

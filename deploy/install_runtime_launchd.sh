@@ -7,7 +7,7 @@
 #
 # From the environment; required:
 #   KAKEYA_RUNTIME_MODEL        folder of the MLX model
-# and optional (default):
+# and optional (what holds when neither it nor kakeya.toml says; what is given here wins over kakeya.toml):
 #   KAKEYA_ENABLE_PREFILL_CACHE (1)   0 runs without any KV sharing: the rollback
 #   KAKEYA_RUNTIME_PYTHON       a Python with kakeya installed (the repository's .venv)
 #   KAKEYA_RUNTIME_REPO         the repository, to find its .venv (this script's)
@@ -18,7 +18,7 @@
 #   KAKEYA_REMOTE_PREFILL_MIN_TOKENS (0)  KAKEYA_CACHE_LINK_MBPS (10000)
 #   KAKEYA_KV_POLICY (native)  KAKEYA_RUNTIME_SINK (4)  KAKEYA_RUNTIME_WINDOW (2048)
 #   KAKEYA_RUNTIME_HEALTH_PORT (8091; 0 turns the health endpoint off)
-#   KAKEYA_RUNTIME_NETWORK (lan)  KAKEYA_RUNTIME_PRIORITY (50)  KAKEYA_FLEET_PSK_FILE (~/.kakeya/fleet.psk)
+#   KAKEYA_RUNTIME_NETWORK (lan)  KAKEYA_RUNTIME_PRIORITY (the network's)  KAKEYA_FLEET_PSK_FILE (~/.kakeya/fleet.psk)
 #   and KAKEYA_TENANT_ID, KAKEYA_CACHE_…, KAKEYA_MODEL_REVISION, … as for the worker
 [ -n "${BASH_VERSION:-}" ] || { echo "kakeya: error: this script needs bash: bash $0" >&2; exit 2; }
 set -euo pipefail
@@ -41,10 +41,9 @@ if [ -n "${KAKEYA_RUNTIME_REPO:-}" ]; then
     [ -d "$KAKEYA_RUNTIME_REPO" ] || refuse "KAKEYA_RUNTIME_REPO: there is no folder $KAKEYA_RUNTIME_REPO"
     kakeya_repo="$KAKEYA_RUNTIME_REPO"
 fi
-need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "make it with kakeya key new, and copy it to every node"
+need_fleet_key "make it with kakeya key new, and copy it to every node"
 KAKEYA_RUNTIME_COMMAND="$(find_kakeya "${KAKEYA_RUNTIME_PYTHON:-}")" || exit 2
 use_python "$KAKEYA_RUNTIME_COMMAND"
 export KAKEYA_RUNTIME_COMMAND
-export KAKEYA_ENABLE_PREFILL_CACHE="${KAKEYA_ENABLE_PREFILL_CACHE:-1}"
 name_the_namespace
 install_agent ai.kakeya.zmq-runtime-prefill ai.kakeya.zmq-runtime-prefill.plist zmq-runtime-prefill.log

@@ -75,29 +75,27 @@ fi
 [ ${#services[@]} -le 1 ] || refuse "one service at a time: run it for each of ${services[*]}"
 service="${services[0]:-}"
 
-psk_file="${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}"
 case "$service" in
     runtime)
         need KAKEYA_RUNTIME_MODEL "the folder of the MLX model"
-        need_key "fleet key" "$psk_file" "make it with kakeya key new, and copy it to every node"
-        export KAKEYA_ENABLE_PREFILL_CACHE="${KAKEYA_ENABLE_PREFILL_CACHE:-1}"
+        need_fleet_key "make it with kakeya key new, and copy it to every node"
         python="${KAKEYA_RUNTIME_PYTHON:-}"
         ;;
     worker)
         need KAKEYA_WORKER_NODE_ID "the name of this node, for example prefill-1"
         need KAKEYA_WORKER_MODEL "the folder of the MLX model"
         need KAKEYA_WORKER_ADVERTISE "the address others reach this node at, for example 192.168.1.21:53051"
-        need_key "fleet key" "$psk_file" "copy the fleet's key from the primary"
+        need_fleet_key "copy the fleet's key from the primary"
         python="${KAKEYA_WORKER_PYTHON:-}"
         ;;
     cache)
         need KAKEYA_CACHE_NODE_ID "the name of this node, for example cache-1"
         need KAKEYA_CACHE_ADVERTISE "the address others reach this node at, for example 192.168.1.22:52051"
-        need_key "fleet key" "$psk_file" "copy the fleet's key from the primary"
+        need_fleet_key "copy the fleet's key from the primary"
         python=""
         ;;
     dashboard)
-        export KAKEYA_NETWORK_API_KEY_FILE="${KEY_FILE:-$kakeya_home/network_api_key}"
+        name_the_dashboard
         need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
         python=""
         ;;

@@ -8,10 +8,11 @@ Templates hold variables of the environment:
 
     @{NAME}           its value; an error when it is not set
     @{NAME:-TEXT}     its value, or TEXT when it is empty or not set
-    @{NAME:=TEXT}     TEXT when it is 1, true, yes or on; nothing when it is empty, 0, false, no or off
+    @{NAME:=TEXT}     TEXT when it is 1, true, yes or on, TEXT=0 when it is 0, false, no or off; nothing when it is not set
 
-An argument that renders to nothing is left out, together with the flag before it. Values are put into the parsed document,
-so that no value can change its structure. Needs the standard library only.
+An argument that renders to nothing is left out, together with the flag before it: a definition says what its user has said,
+and leaves the rest to kakeya.toml. Values are put into the parsed document, or quoted as systemd reads them, so that no
+value can change its structure. Needs the standard library only.
 """
 
 from __future__ import annotations
@@ -23,35 +24,39 @@ import plistlib
 import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 VARIABLE = re.compile(r"@\{([A-Z][A-Z0-9_]*)(?::([-=])([^}]*))?\}")
 ON = frozenset({"1", "true", "yes", "on"})
-OFF = frozenset({"", "0", "false", "no", "off"})
+OFF = frozenset({"0", "false", "no", "off"})
 
 
 class TemplateError(Exception):
     """A value is missing or unusable; the text is for the user."""
 
 
-def substitute(text: str, environment: Mapping[str, str]) -> str:
-    """``text`` with its variables replaced.
+def substitute(text: str, environment: Mapping[str, str], escape: Callable[[str], str] = str) -> str:
+    """``text`` with its variables replaced; each value as ``escape`` writes it.
 
     Raises:
         TemplateError: a variable without a default is not set, a switch is neither on nor off, or a value has a line break.
     """
 
     def value_of(match: re.Match[str]) -> str:
+        return escape(plain(match))
+
+    def plain(match: re.Match[str]) -> str:
         name, kind, rest = match.group(1), match.group(2), match.group(3)
         value = environment.get(name, "").strip()
         if "\n" in value or "\r" in value or "\0" in value:
             raise TemplateError(f"{name} has a line break in it")
         if kind == "=":
-            if value.lower() not in ON | OFF:
+            if value and value.lower() not in ON | OFF:
                 raise TemplateError(f"{name} is {value!r}: set it to 1 or 0")
-            return str(rest) if value.lower() in ON else ""
+            # Off is said, too: what a file says would hold otherwise.
+            return "" if not value else str(rest) if value.lower() in ON else f"{rest}=0"
         if value:
             return value
         if kind is None:
@@ -104,13 +109,28 @@ def render_unit(text: str, environment: Mapping[str, str]) -> str:
             command = []
             line = line.removeprefix("ExecStart=")
         if command is None:
-            lines.append(substitute(line, environment).replace("%", "%%") if VARIABLE.search(line) else line)
+            lines.append(render_unit_line(line, environment) if VARIABLE.search(line) else line)
             continue
         command.append(line.removesuffix("\\").strip())
         if not line.endswith("\\"):
-            lines.append("ExecStart=" + " ".join(quote_unit(item) for item in render_arguments(command, environment)))
+            program, *arguments = render_arguments(command, environment)
+            quoted = [quote_program(program), *(quote_unit(argument) for argument in arguments)]
+            lines.append("ExecStart=" + " ".join(quoted))
             command = None
     return "\n".join(lines) + "\n"
+
+
+def render_unit_line(line: str, environment: Mapping[str, str]) -> str:
+    """Another line of a unit: ``KEY="…"`` is read with quotes and escapes, ``KEY=…`` to its end as it is."""
+    if '="' in line:
+        return substitute(line, environment, lambda value: _escape_quoted(value.replace("%", "%%")))
+    rendered = substitute(line, environment, lambda value: value.replace("%", "%%"))
+    # A last backslash would join the next line to this one; a path means the same with a slash after it.
+    return rendered + "/" if rendered.endswith("\\") else rendered
+
+
+def _escape_quoted(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def unit_arguments(text: str) -> list[str]:
@@ -129,8 +149,23 @@ def unit_arguments(text: str) -> list[str]:
 
 def quote_unit(argument: str) -> str:
     """An argument as ExecStart reads it (systemd.service(5), "Command lines"; systemd.unit(5), "Specifiers")."""
-    escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{escaped}"' if re.search(r"[\s\"';\\]", argument) or not argument else escaped
+    return _quoted(argument).replace("$", "$$")
+
+
+def quote_program(path: str) -> str:
+    """The first word of ExecStart: variables are not replaced in it, so ``$`` stands for itself.
+
+    Raises:
+        TemplateError: systemd starts no program with such a path.
+    """
+    if re.search(r"[\"'\\]", path):
+        raise TemplateError(f"systemd starts no program with a quote or backslash in its path: {path}")
+    return _quoted(path)
+
+
+def _quoted(path: str) -> str:
+    escaped = _escape_quoted(path.replace("%", "%%"))
+    return f'"{escaped}"' if re.search(r"[\s\"';\\]", path) or not path else escaped
 
 
 def command_line(template: Path, environment: Mapping[str, str]) -> list[str]:

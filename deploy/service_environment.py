@@ -22,15 +22,13 @@ SETTING = re.compile(r"((?:^# .*\n)+?)^# ([a-z0-9_]+) = ", re.MULTILINE)
 ROLES = re.compile(r"\[((?:primary|worker|cache)(?:, (?:primary|worker|cache))*)\]")
 OTHERS = frozenset(
     {
-        # For the kakeya command itself, and for a dashboard that is not a service.
+        # For the kakeya command itself.
         "KAKEYA_DEBUG",
         "KAKEYA_MODEL_CACHE",
         "KAKEYA_NETWORK_API_KEY",
-        "KAKEYA_DASHBOARD_ALLOW_HOST",
-        "KAKEYA_DASHBOARD_BIND",
-        "KAKEYA_DASHBOARD_BUS",
-        "KAKEYA_DASHBOARD_STATE",
         # Of an earlier system's runbook; documented as ignored.
+        "KAKEYA_SNAPSHOT_BYTES_PER_TOKEN",
+        "KAKEYA_WORKER_MAX_CONCURRENT_JOBS",
         "KAKEYA_WORKER_RTT_MS",
     }
 )

@@ -67,7 +67,7 @@ find_folders() {
         refuse "HOME is not set: set it, or both KAKEYA_HOME and $definitions"
     fi
     absolute KAKEYA_HOME KAKEYA_LAUNCH_AGENTS XDG_CONFIG_HOME KAKEYA_CONFIG KAKEYA_FLEET_PSK_FILE KAKEYA_TENANT_KEY_FILE \
-        KAKEYA_TELEMETRY_KEY_FILE KAKEYA_NETWORK_STATE KEY_FILE VENV KAKEYA_RUNTIME_MODEL KAKEYA_RUNTIME_PYTHON \
+        KAKEYA_TELEMETRY_KEY_FILE KAKEYA_NETWORK_STATE KAKEYA_DASHBOARD_STATE KAKEYA_NETWORK_API_KEY_FILE KEY_FILE VENV KAKEYA_RUNTIME_MODEL KAKEYA_RUNTIME_PYTHON \
         KAKEYA_RUNTIME_REPO KAKEYA_WORKER_MODEL KAKEYA_WORKER_PYTHON KAKEYA_WORKER_REPO
     kakeya_home="${KAKEYA_HOME:-${HOME:-}/.kakeya}"
     kakeya_agents="${KAKEYA_LAUNCH_AGENTS:-${HOME:-}/Library/LaunchAgents}"
@@ -82,6 +82,13 @@ need_key() {
         0 | *00) ;;
         *) refuse "the $1 file $2 is open to other users (chmod 600 $2)" ;;
     esac
+}
+
+# need_fleet_key REMEDY: the PSK, unless kakeya.toml names its file: then the daemon's own check judges it.
+need_fleet_key() {
+    local config="${KAKEYA_CONFIG:-$kakeya_home/kakeya.toml}"
+    [ -n "${KAKEYA_FLEET_PSK_FILE:-}" ] || ! grep -q '^[[:space:]]*fleet_psk_file' "$config" 2>/dev/null || return 0
+    need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "$1"
 }
 
 file_mode() {
@@ -132,7 +139,7 @@ render() {
     "$kakeya_python" "$kakeya_deploy/render_service.py" "$1" "$2"
 }
 
-# use_python KAKEYA_COMMAND: the Python beside it renders the templates.
+# use_python COMMAND: the Python beside it renders the templates.
 use_python() {
     local beside
     beside="$(dirname "$1")"
@@ -143,12 +150,15 @@ use_python() {
 }
 
 # check_arguments FILE: whether the daemon would accept the command line in FILE (a JSON list), before anything is touched.
+# It sees what the service will see: of KAKEYA_ variables, the home alone.
 check_arguments() {
-    "$kakeya_python" - "$1" <<'PYTHON' || refuse "the settings are not usable: see the line above"
-import json, subprocess, sys
+    KAKEYA_HOME="$kakeya_home" "$kakeya_python" - "$1" <<'PYTHON' || refuse "the settings are not usable: see the line above"
+import json, os, subprocess, sys
 with open(sys.argv[1], encoding="utf-8") as stream:
     arguments = json.load(stream)
-sys.exit(subprocess.run([*arguments, "--check-settings"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode)
+seen = {name: value for name, value in os.environ.items() if not name.startswith("KAKEYA_") or name == "KAKEYA_HOME"}
+command = [*arguments, "--check-settings"]
+sys.exit(subprocess.run(command, env=seen, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode)
 PYTHON
 }
 

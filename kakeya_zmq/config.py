@@ -1,4 +1,8 @@
-"""Settings of the daemons: flags over environment (``KAKEYA_*``) over a TOML file over defaults."""
+"""Settings of the daemons: flags over environment (``KAKEYA_*``) over a TOML file over defaults.
+
+Service definitions bring defaults of their own (``--default NAME=VALUE``), which give way to the file: what a service is
+installed with must not hide what its user writes there later.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kakeya_zmq.options import ALL_ROLES, DEFAULT_PORTS, OPTIONS, Option, options_for, parse_value
+from kakeya_zmq.option_values import ALL_ROLES, Option, parse_value
+from kakeya_zmq.options import DEFAULT_PORTS, OPTIONS, options_for
 from wire.errors import ConfigError
 from wire.limits import GIB, NAME_CHARACTERS_MAX
 from wire.text import NODE_ID_CHARACTERS_MAX, is_node_id
@@ -121,7 +126,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
-    """Settings and, for each, where the value came from: "flag", "environment", "file" or "default"."""
+    """Settings and, for each, where the value came from: "flag", "environment", "file", "service default" or "default"."""
 
     settings: Settings
     origins: Mapping[str, str]
@@ -134,6 +139,7 @@ def resolve_settings(
     environment: Mapping[str, str] | None = None,
     file: Path | None = None,
     host_name: Callable[[], str] | None = None,
+    defaults: Iterable[str] = (),
 ) -> ResolvedSettings:
     """Merge all sources for one daemon.
 
@@ -143,16 +149,18 @@ def resolve_settings(
         environment: defaults to the process's.
         file: a TOML file; settings at top level apply to every role, a table named after the role to that role.
         host_name: for the default node id.
+        defaults: NAME=VALUE, each in the place of a built-in default.
 
     Raises:
         ConfigError: an unknown key or a value that does not fit, naming where it came from and what would fit.
     """
     environment = os.environ if environment is None else environment
-    from_file = _read_file(file, role) if file else {}
+    from_file = read_config_file(file, role) if file else {}
+    instead = _parse_defaults(role, defaults)
     values: dict[str, Any] = {"role": role}
     origins: dict[str, str] = {}
     for option in OPTIONS:
-        value, origin = _pick(option, role, flags, environment, from_file)
+        value, origin = _pick(option, role, flags, environment, from_file, instead)
         values[option.name] = value
         origins[option.name] = origin
     home = kakeya_home(environment)
@@ -206,8 +214,27 @@ def _check_together(values: Mapping[str, Any]) -> None:
         raise ConfigError(text, remedy="each at least as large as the one before")
 
 
+def _parse_defaults(role: str, texts: Iterable[str]) -> dict[str, str]:
+    names = [option.name for option in options_for(role)]
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not value:
+            raise ConfigError(f"--default: {text[:80]!r} is not NAME=VALUE", remedy="for example --default cache_gb=8")
+        if name not in names:
+            raise _unknown_key(name, names, "value of --default")
+        found[name] = value
+    return found
+
+
 def _pick(
-    option: Option, role: str, flags: Mapping[str, Any], environment: Mapping[str, str], from_file: Mapping[str, Any]
+    option: Option,
+    role: str,
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    from_file: Mapping[str, Any],
+    defaults: Mapping[str, str],
 ) -> tuple[Any, str]:
     if role not in option.roles:
         return option.default, "default"
@@ -218,6 +245,8 @@ def _pick(
         return parse_value(option, environment[option.variable], option.variable), "environment"
     if option.name in from_file:
         return parse_value(option, from_file[option.name], f"{option.name} in the configuration file"), "file"
+    if option.name in defaults:
+        return parse_value(option, defaults[option.name], f"--default {option.name}"), "service default"
     return option.default, "default"
 
 
@@ -236,7 +265,12 @@ def _read_text(path: Path) -> str:
     return data.decode("utf-8")
 
 
-def _read_file(path: Path, role: str) -> dict[str, Any]:
+def read_config_file(path: Path, role: str) -> dict[str, Any]:
+    """What the file says for a role, by setting; the values are not judged yet.
+
+    Raises:
+        ConfigError: it cannot be read, is no TOML, or has an unknown key.
+    """
     try:
         document = tomllib.loads(_read_text(path))
     except RecursionError:

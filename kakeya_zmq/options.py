@@ -1,47 +1,19 @@
 """The table of the daemons' settings: for each its type, default, unit and meaning.
 
 The command line, the environment and the configuration file are all read through :data:`OPTIONS`, so they cannot drift
-apart. Merging the sources is kakeya_zmq.config's part.
+apart. How one value is read is kakeya_zmq.option_values' part, merging the sources kakeya_zmq.config's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
 
+from kakeya_zmq.option_values import ALL_ROLES, Option
 from wire.cards import CARD_TTL_MS_MAX
-from wire.errors import ConfigError
 from wire.limits import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, PROMPT_TOKENS_MAX
 
-ALL_ROLES = ("primary", "worker", "cache")
 NETWORKS = ("thunderbolt", "lan", "tailscale", "public", "loopback")
 DEFAULT_PORTS: Mapping[str, int] = {"primary": 51051, "cache": 52051, "worker": 53051}
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One setting: ``name`` is the field; with dashes it is the flag, in capitals after ``KAKEYA_`` the variable."""
-
-    name: str
-    kind: str
-    """text, path, integer, number, switch, list or choice."""
-    default: Any
-    help: str
-    roles: tuple[str, ...] = ALL_ROLES
-    choices: tuple[str, ...] = ()
-    minimum: float | None = None
-    maximum: float | None = None
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return "KAKEYA_" + self.name.upper()
-
 
 OPTIONS: tuple[Option, ...] = (
     Option("node_id", "text", "", "name of this node, unique in the fleet (default: the role and the host name)"),
@@ -52,7 +24,12 @@ OPTIONS: tuple[Option, ...] = (
         "address to serve on, host:port; port 0 picks a free one (default: 127.0.0.1 and the role's port)",
     ),
     Option("bus_bind", "text", "", "address of the event bus, host:port (default: the host of --bind, a free port)"),
-    Option("advertise", "text", "", "address other nodes should use to reach this one (default: the bound address)"),
+    Option(
+        "advertise",
+        "text",
+        "",
+        "address other nodes should use to reach this one (default: the bound one; of 0.0.0.0, those of this machine)",
+    ),
     Option(
         "endpoint",
         "list",
@@ -535,77 +512,3 @@ OPTIONS: tuple[Option, ...] = (
 
 def options_for(role: str) -> tuple[Option, ...]:
     return tuple(option for option in OPTIONS if role in option.roles)
-
-
-def parse_value(option: Option, value: Any, source: str) -> Any:
-    """Turn a flag's, variable's or file's value into the option's type.
-
-    Raises:
-        ConfigError: it does not fit; the message names ``source`` and what would fit.
-    """
-    match option.kind:
-        case "text" | "path":
-            text = _as_text(value, source)
-            return str(Path(text).expanduser()) if option.kind == "path" and text else text
-        case "list":
-            return tuple(text for item in _items(value, source) if (text := _as_text(item, source).strip()))
-        case "switch":
-            return _parse_switch(value, source)
-        case "choice":
-            if value not in option.choices:
-                raise ConfigError(f"{source} is {str(value)[:60]!r}", remedy=f"one of: {', '.join(option.choices)}")
-            return value
-        case _:
-            return _parse_number(option, value, source)
-
-
-def _as_text(value: Any, source: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{source} is {_shown(value)}", remedy="a text in quotes")
-    return value
-
-
-def _shown(value: Any) -> str:
-    try:
-        return repr(value)[:80]
-    except ValueError:  # Python writes no number of more than some thousand digits
-        return "a very long number"
-
-
-def _items(value: Any, source: str) -> Iterable[Any]:
-    """A list may be one text with commas, or (in a file, or from a repeated flag) several texts, each with commas."""
-    if isinstance(value, str):
-        return value.split(",")
-    if not isinstance(value, list | tuple):
-        raise ConfigError(f"{source} is {_shown(value)}", remedy="a list of texts, or one text with commas")
-    return [part for item in value for part in _as_text(item, source).split(",")]
-
-
-def _parse_switch(value: Any, source: str) -> bool:
-    if isinstance(value, bool):
-        return value
-    lowered = value.lower() if isinstance(value, str) else _shown(value).lower()
-    if lowered in ("1", "true", "yes", "on"):
-        return True
-    if lowered in ("0", "false", "no", "off"):
-        return False
-    raise ConfigError(f"{source} is {_shown(value)}", remedy="1 or 0")
-
-
-def _parse_number(option: Option, value: Any, source: str) -> int | float:
-    wanted = "a whole number" if option.kind == "integer" else "a number"
-    bounds = (
-        f" from {option.minimum:g} to {option.maximum:g}"
-        if option.minimum is not None and option.maximum is not None
-        else ""
-    )
-    try:
-        number: int | float = int(str(value)) if option.kind == "integer" else float(str(value))
-    except ValueError:
-        shown = repr(value[:60]) if isinstance(value, str) else _shown(value)
-        raise ConfigError(f"{source} is {shown}", remedy=f"{wanted}{bounds}") from None
-    low = option.minimum if option.minimum is not None else float("-inf")
-    high = option.maximum if option.maximum is not None else float("inf")
-    if not low <= number <= high:
-        raise ConfigError(f"{source} is {str(value)[:60]}", remedy=f"{wanted}{bounds}")
-    return number

@@ -182,6 +182,11 @@ class BlockStore:
         quota = self._quota_bytes(fingerprint)
         return max(0, room if quota is None else min(room, quota - promised.get(fingerprint, 0)))
 
+    def bound_bytes(self, fingerprint: bytes | None) -> int:
+        """How many bytes a namespace may have at most: the size of the store, or its quota. Of None: of the store."""
+        quota = self._quota_bytes(fingerprint) if fingerprint is not None else None
+        return self._room.max_bytes if quota is None else min(quota, self._room.max_bytes)
+
     def holds_namespace(self, fingerprint: bytes) -> bool:
         """Whether there is a part of it."""
         return fingerprint in self._tree.namespaces
@@ -477,12 +482,14 @@ class BlockStore:
         self._room.drop(held, "invalidated")
         return True
 
-    def clear(self) -> None:
-        """Drop every part, lease and pin; reservations stay, their work is under way."""
+    def clear(self) -> int:
+        """Drop every part, lease and pin; reservations stay, their work is under way. Returns the bytes that went."""
+        dropped_bytes = self._room.bytes_used
         self._leases.clear()
         for block in list(self._tree.all_blocks()):
             for held in block.parts():
                 self._room.drop(held, "invalidated")
+        return dropped_bytes
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
 

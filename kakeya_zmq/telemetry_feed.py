@@ -19,7 +19,7 @@ its own. Most types are in none, so that a decoded token costs two look-ups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -52,6 +52,8 @@ REPLAY_INTERVAL_S: Final = 0.1
 EVENTS_BURST: Final = 256.0
 EVENTS_PER_SECOND: Final = 64.0
 """Live events of one topic: a busy fleet makes a few a second; a reader of 200 nodes must be able to follow."""
+_BYTES_HEADER: Final = 8
+"""More than what a byte string costs besides its content."""
 REFUSALS_MAX: Final = 64
 """Different (kind, subject) pairs told of one second; more are summed up by kind."""
 
@@ -346,3 +348,18 @@ def encode_fitting(event: Event) -> bytes:
         return encode_event(shorter)
     except LocalProtocolError:
         return encode_event(msgspec.structs.replace(shorter, reasons=shorter.reasons[:4], sources=shorter.sources[:16]))
+
+
+def encode_last(events: Sequence[Event], bytes_max: int) -> tuple[bytes, ...]:
+    """As many of the last events as fit together, oldest first; of one that is too large by itself nothing."""
+    encoded: list[bytes] = []
+    for event in reversed(events):
+        try:
+            payload = encode_fitting(event)
+        except LocalProtocolError:
+            continue
+        bytes_max -= len(payload) + _BYTES_HEADER
+        if bytes_max < 0:
+            break
+        encoded.append(payload)
+    return tuple(reversed(encoded))

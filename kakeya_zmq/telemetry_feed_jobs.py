@@ -33,7 +33,7 @@ from kakeya_zmq.protocol.effects import (
 from kakeya_zmq.telemetry import bounded_ms, public_text
 from wire.errors import FailureCode
 from wire.events import JobEvent
-from wire.limits import TOKEN_BYTES
+from wire.job_seal import sealed_token_count
 from wire.messages import (
     AppendTokens,
     JobAccepted,
@@ -190,7 +190,7 @@ class WorkerJobs:
         former = self._by_id.get(name)
         job = self._by_key.pop(former, None) if former is not None else None
         if job is None or job not in self._book:
-            tokens = max(0, len(body.tokens) // TOKEN_BYTES - 1)
+            tokens = max(0, sealed_token_count(body.prompt) - 1)
             job = Job(body.job_id.hex(), "worker", event.node_id, tokens, now)
             self._book.open(job)
         self._forget_ended()

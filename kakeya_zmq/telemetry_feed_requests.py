@@ -68,6 +68,7 @@ class _Prompt:
     source: str
     prompt_tokens: int
     elapsed_ms: float
+    ended_at: float
 
 
 class RequestLog:
@@ -141,7 +142,7 @@ class RequestLog:
                 if request is None:
                     return []
                 record = self._append_record(request, "ready", explanation, now)
-                prompt = _Prompt(record.request_id, record.source, record.prompt_tokens, record.elapsed_ms)
+                prompt = _Prompt(record.request_id, record.source, record.prompt_tokens, record.elapsed_ms, now)
                 _remember(self._prompts, request.session_id, prompt)
                 return self._keep(record)
             case Generated(stop_reason=stop_reason, token_count=token_count):
@@ -195,7 +196,9 @@ class RequestLog:
         # Only the first generation after an append continues that prompt; a later one continues an answer.
         prompt = self._prompts.pop(request.session_id, None)
         first = request.first_token_at
-        waited_ms = (first - request.started) * 1000 if first is not None else 0.0
+        # One that was asked for while its append ran has waited for that, which counts already.
+        began = max(request.started, prompt.ended_at) if prompt else request.started
+        waited_ms = (first - began) * 1000 if first is not None else 0.0
         decoding_s = now - first if first is not None else 0.0
         return RequestEvent(
             request_id=request.request_id,

@@ -30,14 +30,14 @@ _LINK_STATES: Mapping[str, str] = {"up": "connected", "connecting": "connecting"
 
 @dataclass(frozen=True, slots=True)
 class KnownPeer:
-    """What a node knows of another one. ``link``: state of the connection, "" without one; ``host``: where it leads."""
+    """What a node knows of another one. ``link``: state of the connection, "" without one."""
 
     node_id: str
     card: Card | None = None
     card_age_ms: int = 0
     clock_skew_ms: float = 0.0
     link: str = ""
-    host: str = ""
+    bus_address: str = ""
     round_trip_ms: float = 0.0
     megabytes_per_second: float = 0.0
 
@@ -133,11 +133,13 @@ def known_peers(
     card_age_ms: Callable[[str], int | None],
     clock_skew_ms: Callable[[str], float | None],
     megabytes_per_second: Callable[[str], float],
+    may_dial: Callable[[str], bool],
 ) -> tuple[KnownPeer, ...]:
     """Every node that there is a card of or a connection to, by name.
 
     Args:
         rows: one a connection, as in Status.peers; of several to one node the one that is up counts.
+        may_dial: whether a host may be dialled that a card names (kakeya_zmq.protocol.dialling): others are not told.
     """
     links: dict[str, Mapping[str, Value]] = {}
     for row in rows:
@@ -152,7 +154,11 @@ def known_peers(
             card_age_ms=card_age_ms(node_id) or 0,
             clock_skew_ms=clock_skew_ms(node_id) or 0.0,
             link=str(links[node_id].get("state") or "") if node_id in links else "",
-            host=_host_of(str(links[node_id].get("address") or "")) if node_id in links else "",
+            bus_address=bus_address(
+                by_id.get(node_id),
+                _host_of(str(links[node_id].get("address") or "")) if node_id in links else "",
+                may_dial,
+            ),
             round_trip_ms=_number(links[node_id].get("round_trip_ms")) if node_id in links else 0.0,
             megabytes_per_second=megabytes_per_second(node_id),
         )
@@ -167,7 +173,7 @@ def peer_view(peer: KnownPeer) -> PeerView:
         node_id=peer.node_id,
         roles=card.roles if card is not None else (),
         state=_LINK_STATES.get(peer.link, "known"),
-        bus_address=bus_address(card, peer.host),
+        bus_address=peer.bus_address,
         rtt_ms=bounded_ms(peer.round_trip_ms),
         megabytes_per_second=bounded_ms(peer.megabytes_per_second),
         card_age_ms=max(0, peer.card_age_ms),
@@ -176,17 +182,20 @@ def peer_view(peer: KnownPeer) -> PeerView:
     )
 
 
-def bus_address(card: Card | None, host: str) -> str:
+def bus_address(card: Card | None, host: str, may_dial: Callable[[str], bool]) -> str:
     """Where a node's bus listens, as far as can be told; empty when it has none or it cannot.
 
     The node's own addresses come first: they are good for readers elsewhere. Only a node that names nothing but its
-    loopback is told by the host we reach it on.
+    loopback is told by the host we reach it on. Readers dial what they are told, so that no host is told that may not be
+    dialled.
     """
     if card is None or not card.bus_port:
         return ""
-    named = [_host_of(e.address) for e in sorted(card.endpoints, key=lambda endpoint: -endpoint.priority)]
-    abroad = next((name for name in [*named, host] if name and not _is_loopback(name)), "")
-    chosen = abroad or host or next((name for name in named if name), "")
+    hosts = [_host_of(e.address) for e in sorted(card.endpoints, key=lambda endpoint: -endpoint.priority)]
+    named = [name for name in hosts if may_dial(name)]
+    reached = host if may_dial(host) else ""
+    abroad = next((name for name in [*named, reached] if name and not _is_loopback(name)), "")
+    chosen = abroad or reached or next(iter(named), "")
     return f"[{chosen}]:{card.bus_port}" if ":" in chosen else f"{chosen}:{card.bus_port}" if chosen else ""
 
 

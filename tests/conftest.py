@@ -1,4 +1,5 @@
-"""What every test gets: a fast BLAS before anything imports mlx, and a check that nothing is left running."""
+"""What every test gets: a fast BLAS before anything imports mlx, and a check that nothing is left running. And what
+several folders share: the fixtures of fleets (tests/fleet_rig.py)."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 from hypothesis import settings
 
 from kakeya_zmq.model.blas import prepare_blas
-from tests.fleet_rig import KEPT_PROCESSES
+from tests.fleet_rig import KEPT_PROCESSES, Fleet, Reference, kept_fleet, model_folder
 
 prepare_blas(1)
 # How long an example takes says more about the machine than about the code.
@@ -62,3 +64,33 @@ def _nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     left = [thread.name for thread in _threads() - threads] + [f"process {child.pid}" for child in new_children()]
     if left:
         pytest.fail(f"left running: {', '.join(sorted(left))}")
+
+
+# --- fleets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model. A module that needs another one overrides this; the fixtures below follow."""
+    return model_folder(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    """What every answer must be."""
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def empty_fleet(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A fleet without nodes, which ends with the module; a module's own ``running`` starts some in it."""
+    with kept_fleet(request, model, tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def fleet(running: Fleet) -> Iterator[Fleet]:
+    """The module's ``running`` fleet, with everybody there and joined; pytest shows its logs with a failure only."""
+    running.heal()
+    yield running
+    running.show_logs()

@@ -299,15 +299,21 @@ class Fleet:
 
     def start(self, *roles: str, **flags: tuple[str, ...]) -> None:
         """Start the roles; the primary first, the others side by side, joined through it."""
-        nodes = [self.add(role, *flags.get(role, ())) for role in roles]
-        first, *others = nodes
-        first.launch()
-        first.wait_ready()
-        for node in others:
-            node.launch(self.seed_for(node))
-        for node in others:
-            node.wait_ready()
-        self.wait_joined()
+        first, *others = [self.add(role, *flags.get(role, ())) for role in roles]
+        self.launch(first)
+        self.launch(*others)
+
+    def launch(self, *nodes: Node) -> None:
+        """Start nodes that were added, side by side; when this returns they are ready, and the primary knows them."""
+        try:
+            for node in nodes:
+                node.launch(self.seed_for(node))
+            for node in nodes:
+                node.wait_ready()
+            self.wait_joined()
+        except BaseException:
+            self.show_logs()
+            raise
 
     def heal(self) -> None:
         """Continue what is stopped, restart what is dead; when this returns everybody knows everybody."""
@@ -315,11 +321,7 @@ class Fleet:
         for node in self.nodes.values():
             if node.running:
                 node.signal(signal.SIGCONT)
-        for node in dead:
-            node.launch(self.seed_for(node))
-        for node in dead:
-            node.wait_ready()
-        self.wait_joined()
+        self.launch(*dead)
 
     def wait_joined(self) -> None:
         """Wait until the primary is connected to every other running node and holds its present card."""
@@ -354,11 +356,15 @@ def _knows(client: Client, names: set[str]) -> bool:
     return all(rows.get(name, {}).get("state") == "up" and rows[name].get("roles") for name in names)
 
 
+def kept_processes(request: pytest.FixtureRequest) -> set[int]:
+    """Takes the ids of processes that outlive one test, for a fixture that ends them itself."""
+    return request.session.stash.setdefault(KEPT_PROCESSES, set())
+
+
 @contextlib.contextmanager
 def kept_fleet(request: pytest.FixtureRequest, model: Path, home: Path) -> Iterator[Fleet]:
     """A fleet for a fixture that outlives one test."""
-    kept = request.session.stash.setdefault(KEPT_PROCESSES, set())
-    with Fleet(model, home, kept) as fleet:
+    with Fleet(model, home, kept_processes(request)) as fleet:
         yield fleet
 
 

@@ -58,6 +58,12 @@ def free_ports(count: int, hosts: Iterable[str]) -> range:
     raise RuntimeError("no free ports")
 
 
+def free_port() -> int:
+    """A port of the loopback address that is free now."""
+    with listen("127.0.0.1", 0) as probe:
+        return int(probe.getsockname()[1])
+
+
 def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=_family(host))
 

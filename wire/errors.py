@@ -64,6 +64,20 @@ class AuthenticationError(RemoteProtocolError):
     code = FailureCode.UNAUTHENTICATED
 
 
+class ForgedMessageError(RemoteProtocolError):
+    """A bus message of a member that is not signed by whom it says.
+
+    Args:
+        node_id: under whose name it came.
+    """
+
+    code = FailureCode.UNAUTHENTICATED
+
+    def __init__(self, message: str, node_id: str) -> None:
+        super().__init__(message)
+        self.node_id = node_id
+
+
 class RequestFailed(KakeyaError):
     """A request came back as a Failure, or never came back (deadline, lost peer)."""
 

@@ -223,6 +223,8 @@ class SecurityKind(StrEnum):
     """Somebody without the one-time token knocked at a bulk transfer."""
     CARD_REFUSED = "card_refused"
     """A card has a bad signature, or claims a node id of another identity."""
+    TELEMETRY_REFUSED = "telemetry_refused"
+    """A reader's own: telemetry came under the name of a node (the subject) that is not signed with that node's key."""
     NODE_APPEARED = "node_appeared"
     """A node joined, or came back under a new incarnation."""
     NODE_REVOKED = "node_revoked"

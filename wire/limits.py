@@ -27,9 +27,15 @@ CONTROL_BODY_BYTES_MAX: Final = CONTROL_MESSAGE_BYTES_MAX - 4 * KIB
 BUS_MESSAGE_BYTES_MAX: Final = 64 * KIB
 CARD_BYTES_MAX: Final = 16 * KIB
 CARDS_PER_EXCHANGE_MAX: Final = 48
-ANSWER_BYTES_MAX: Final = 64 * KIB
-"""Of cards or records in one answer. Who asks again and again and never reads makes a node keep a queue of them."""
 """So that a full exchange of the largest cards (768 KiB) fits in one control message."""
+ANSWER_BYTES_MAX: Final = 64 * KIB
+"""Of cards or records in one answer, and of cards that an answer wanted. Who asks again and again and never reads makes a
+node keep a queue of them; what does not fit comes with the next exchange."""
+STATUS_BYTES_MAX: Final = 128 * KIB
+"""Of one answer to GetStatus: about 40 KiB of figures and notes at most, and a row each of some 200 nodes. A node keeps as
+many unread ones as other answers; and what it knows of 1,024 nodes, whose cards others wrote, would fit in no message."""
+NOTES_BYTES_MAX: Final = 16 * KIB
+"""Of the last lines in a status: a hundred of usual length."""
 REVOCATION_BYTES_MAX: Final = 2 * KIB
 """Two names at their longest, two keys, a signature."""
 REVOCATIONS_MAX: Final = 1024
@@ -83,6 +89,7 @@ def check_limits() -> None:
     exchanged = CARDS_PER_EXCHANGE_MAX * CARD_BYTES_MAX + REVOCATIONS_PER_EXCHANGE_MAX * REVOCATION_BYTES_MAX
     assert exchanged + CARD_DIGEST_BYTES_MAX + REVOCATIONS_MAX * 8 <= CONTROL_BODY_BYTES_MAX
     assert CARD_BYTES_MAX < BUS_MESSAGE_BYTES_MAX
+    assert CARD_BYTES_MAX <= ANSWER_BYTES_MAX <= STATUS_BYTES_MAX <= CONTROL_BODY_BYTES_MAX
     assert PARTS_PER_REQUEST_MAX * 48 <= CONTROL_BODY_BYTES_MAX
     assert CHUNK_BYTES_MIN <= CHUNK_BYTES_DEFAULT <= CHUNK_BYTES_MAX <= CREDIT_BYTES_DEFAULT
     assert MANIFEST_BYTES_MAX <= CHUNK_BYTES_MAX

@@ -16,6 +16,7 @@ from msgspec import Meta, Struct
 
 from wire import limits
 from wire.errors import FailureCode
+from wire.job_seal import PROOF_BYTES, SEALED_PROMPT_OVERHEAD_BYTES
 from wire.text import ASCII, LINE, NODE_ID, NODE_ID_CHARACTERS_MAX, OPTIONAL_NODE_ID, OPTIONAL_WORD, WORD
 
 Hash = Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -39,6 +40,10 @@ Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 PackedTokens = Annotated[bytes, Meta(max_length=limits.PROMPT_TOKENS_MAX * limits.TOKEN_BYTES)]
 """Tokens as packed little-endian int32."""
+SealedPrompt = Annotated[
+    bytes, Meta(max_length=limits.PROMPT_TOKENS_MAX * limits.TOKEN_BYTES + SEALED_PROMPT_OVERHEAD_BYTES)
+]
+"""Packed tokens under a seal that only holders of the tenant's key open (:mod:`wire.job_seal`)."""
 PackedHashes = Annotated[bytes, Meta(max_length=limits.BLOCKS_MAX * limits.HASH_BYTES)]
 """Block hashes, 32 bytes each, in prefix order."""
 CardDigest = Annotated[bytes, Meta(max_length=limits.CARD_DIGEST_BYTES_MAX)]
@@ -253,12 +258,13 @@ class SubmitJob(_Message, frozen=True, kw_only=True, tag=6):
 
     Progress: JobAccepted, then TransferGrant when the job starts to run, then JobProgress after each segment; parts flow
     while later segments are computed. Reply: JobResult. Cancel works at segment edges. Same ``job_id`` and content again
-    (from the same node) attaches to the existing job; other content is INVALID_ARGUMENT.
+    (from the same node) attaches to the existing job; other content is INVALID_ARGUMENT. Of a prompt that it cannot open a
+    worker says UNAUTHENTICATED.
     """
 
     job_id: Id16
     fingerprint: Hash
-    tokens: PackedTokens
+    prompt: SealedPrompt
     have_tokens: Count
     suites: Annotated[tuple[CipherSuite, ...], Meta(min_length=1, max_length=4)]
     chunk_bytes_max: Annotated[int, Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_BYTES_MAX)]
@@ -581,6 +587,9 @@ class Credit(_Message, frozen=True, kw_only=True, tag=202):
 
 
 class JobAccepted(_Message, frozen=True, kw_only=True, tag=203):
+    """The first word of a worker on a job. Without the right ``proof`` (:mod:`wire.job_seal`) nothing of it is used."""
+
+    proof: Annotated[bytes, Meta(min_length=PROOF_BYTES, max_length=PROOF_BYTES)]
     queued_jobs: Count
     queued_tokens: Count
     eta_ms: Count

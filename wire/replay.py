@@ -65,30 +65,33 @@ class Observation:
 class SequenceTracker:
     """Highest (incarnation, sequence) of each node on the bus.
 
+    A node is a name and the key that signs for it: what comes under the same name with another key moves nothing of it.
+
     Args:
         nodes_max: nodes remembered, the ones heard of longest ago are forgotten first.
     """
 
     def __init__(self, nodes_max: int = TRACKED_NODES_MAX) -> None:
         self._nodes_max = nodes_max
-        self._latest: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._latest: OrderedDict[tuple[str, bytes], tuple[int, int]] = OrderedDict()
 
-    def observe(self, node_id: str, incarnation: int, sequence: int) -> Observation:
-        """Take note of one authenticated message."""
-        latest = self._latest.get(node_id)
+    def observe(self, node_id: str, identity_public_key: bytes, incarnation: int, sequence: int) -> Observation:
+        """Take note of one message whose signature holds."""
+        speaker = (node_id, identity_public_key)
+        latest = self._latest.get(speaker)
         if latest is not None and (incarnation, sequence) <= latest:
             return Observation(Order.OLD)
-        self._latest[node_id] = (incarnation, sequence)
-        self._latest.move_to_end(node_id)
+        self._latest[speaker] = (incarnation, sequence)
+        self._latest.move_to_end(speaker)
         if len(self._latest) > self._nodes_max:
             self._latest.popitem(last=False)
         if latest is None or latest[0] != incarnation or latest[1] + 1 == sequence:
             return Observation(Order.NEW)
         return Observation(Order.GAP, missed=sequence - latest[1] - 1)
 
-    def forget(self, node_id: str) -> None:
+    def forget(self, node_id: str, identity_public_key: bytes) -> None:
         """The node is gone; its next message counts as its first."""
-        self._latest.pop(node_id, None)
+        self._latest.pop((node_id, identity_public_key), None)
 
     def __len__(self) -> int:
         return len(self._latest)

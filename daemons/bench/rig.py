@@ -53,7 +53,10 @@ class BenchFleet:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One prompt through the primary. Times in seconds; ``append_s``: until the KV of the prompt was there."""
+    """One prompt through the primary. Times in seconds.
+
+    ``append_s``: until the KV of the prompt was there; with ``at_once``, which does not tell, the time to the first token.
+    """
 
     append_s: float
     ttft_s: float
@@ -223,20 +226,27 @@ def answer(
     publish: bool = False,
     exclude: Sequence[str] = (),
     max_tokens: int = 1,
+    at_once: bool = False,
 ) -> Answer:
-    """Send one prompt to the primary, in a session of its own that neither looks into nor fills the primary's store."""
+    """Send one prompt to the primary, in a session of its own that neither looks into nor fills the primary's store.
+
+    Args:
+        at_once: ask for the answer together with the prompt, as an application does that wants nothing between.
+    """
     with client.create_session(policy=policy, use_local_cache=False, publish=publish, exclude_nodes=exclude) as session:
         started = time.perf_counter()
-        appended = session.append(tokens)
+        appended = None if at_once else session.append(tokens)
         appended_at = first = last = time.perf_counter()
         answered: list[int] = []
-        for token in session.generate(max_tokens):
+        for token in session.answer(tokens, max_tokens) if at_once else session.generate(max_tokens):
             last = time.perf_counter()
             if not answered:
                 first = last
             answered.append(token)
+        appended = appended or session.last_appended
+    assert appended is not None
     return Answer(
-        append_s=appended_at - started,
+        append_s=(first if at_once else appended_at) - started,
         ttft_s=first - started,
         tokens=tuple(answered),
         decode_tokens_per_second=(len(answered) - 1) / (last - first) if len(answered) > 1 else 0.0,

@@ -43,6 +43,7 @@ def prices(options: BenchOptions) -> tuple[Price, ...]:
         Price("checksum (XXH3) of a part", "MiB", "verify", moved, {**moved, "kind": "checksum"}),
         Price("digest (SHA-256) of a published part", "MiB", "verify", moved, {**moved, "kind": "digest"}),
         Price("tenant's key in block hashes", "4,096 tokens", "hashing", *_hashing(options)),
+        Price("sealed prompt and proof of a job", "4,096 tokens", "job", *_job(options)),
         Price("limits on a peer", "request", "admission", {"checked": "", **link}, {"checked": "limiter", **link}),
         Price("roster and tenants", "request", "admission", {"checked": "", **link}, {"checked": "roster", **link}),
     )
@@ -55,6 +56,11 @@ def _link(link: dict[str, Any], curve: int, sealed: int) -> dict[str, Any]:
 def _hashing(options: BenchOptions) -> tuple[dict[str, Any], dict[str, Any]]:
     size = {"tokens": 4096, "times": options.choose(200, 500, 2)}
     return {"keyed": False, **size}, {"keyed": True, **size}
+
+
+def _job(options: BenchOptions) -> tuple[dict[str, Any], dict[str, Any]]:
+    size = {"tokens": 4096, "times": options.choose(1000, 3000, 4)}
+    return {"sealed": False, **size}, {"sealed": True, **size}
 
 
 def run(rig: Rig, options: BenchOptions) -> Outcome:

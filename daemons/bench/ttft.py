@@ -77,10 +77,11 @@ def _measure(
     for number in range(size.colds):
         rig.tell(f"ttft: {size.tokens:,} tokens cold, {number + 1} of {size.colds}")
         prompt = rig.prompt(size.tokens, salt + number)
-        colds.append(answer(client, prompt, policy=PrefillPolicy.LOCAL_ONLY, publish=number == size.colds - 1))
+        publish = number == size.colds - 1
+        colds.append(answer(client, prompt, policy=PrefillPolicy.LOCAL_ONLY, publish=publish, at_once=True))
 
     def hit() -> Answer:
-        return answer(client, prompt, policy=PrefillPolicy.REMOTE_REQUIRED, exclude=(worker,))
+        return answer(client, prompt, policy=PrefillPolicy.REMOTE_REQUIRED, exclude=(worker,), at_once=True)
 
     wait_for("the cache peer to take its copy", lambda: succeeds(hit))
     cache = running.member("cache").address

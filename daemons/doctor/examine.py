@@ -16,6 +16,7 @@ from daemons.doctor.services import examine_services
 from daemons.doctor.site import Site, this_site
 from daemons.doctor.software import examine_software
 from daemons.doctor.starting import examine_starting
+from daemons.environment_names import UnknownVariable, unknown_variables
 from kakeya_zmq.io.sockets import parse_address
 from wire.errors import ConfigError, FailureCode, RequestFailed, SecretFileError
 
@@ -75,7 +76,15 @@ def _settings(site: Site) -> Iterator[Finding]:
         remedy = site.config_error.remedy or "see `kakeya config sample`"
         yield problem("settings", site.config_error.message, remedy)
     else:
-        yield ok("settings", "from kakeya.toml and the environment" if site.config_file else "defaults and the environment")
+        text = "from kakeya.toml and the environment" if site.config_file else "defaults and the environment"
+        yield ok("settings", text + "".join(f"; of {name}, as it is installed" for name in site.services))
+    for unknown in unknown_variables():
+        yield warning("settings", f"{unknown.name} is not known and has no effect", _spelling(unknown))
+
+
+def _spelling(unknown: UnknownVariable) -> str:
+    meant = f"did you mean {unknown.suggestion}? else " if unknown.suggestion else ""
+    return f"{meant}take it out of the environment; docs/configuration.md lists the names"
 
 
 def examine_fleet(site: Site) -> Iterator[Finding]:

@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Final
 
 from daemons.doctor.finding import Finding, ok, problem, warning
-
-AGENTS: Final = (
-    "ai.kakeya.zmq-runtime-prefill",
-    "ai.kakeya.prefill-network",
-    "ai.kakeya.prefill-network-peer",
-    "ai.kakeya.prefill-worker",
+from daemons.service_definitions import (
+    AGENTS,
+    UNITS,
+    agents_folder,
+    definition_files,
+    pinned_values,
+    read_definition,
+    shown,
+    units_folder,
 )
-UNITS: Final = ("kakeya-runtime", "kakeya-worker", "kakeya-cache", "kakeya-dashboard")
+from kakeya_zmq.option_values import ALL_ROLES
+from wire.errors import ConfigError
+
 ASK_TIMEOUT_S: Final = 10.0
 
 
@@ -27,19 +32,35 @@ def examine_services() -> Iterator[Finding]:
     """Only what is installed is asked for; a machine without services is in order."""
     found = list(_launchd() if sys.platform == "darwin" or _has_agents() else _systemd())
     yield from found or [ok("services", "none are installed here")]
+    for path in definition_files():
+        yield from judge_definition(path)
 
 
-def _agents_folder() -> Path:
-    return Path(os.environ.get("KAKEYA_LAUNCH_AGENTS", "") or Path.home() / "Library" / "LaunchAgents")
+def judge_definition(path: Path) -> Iterator[Finding]:
+    """Whether a definition can be read, would start, and leaves to the configuration file what that says."""
+    try:
+        service = read_definition(path)
+        if service.role not in ALL_ROLES:
+            return
+        service.settings()
+        pinned = pinned_values(service.role, service.flags, service.config_file)
+    except ConfigError as error:
+        yield problem("services", f"{path.stem}: {error.message}", error.remedy or "see `kakeya config sample`")
+        return
+    for each in pinned:
+        flag = "--" + each.name.replace("_", "-")
+        text = f"{path.stem} runs with {flag} {shown(each.given)}, and the configuration file says {shown(each.in_file)}"
+        remedy = f"install it again without the variable for {flag}, or take {each.name} out of {service.config_file}"
+        yield warning("services", text, remedy)
 
 
 def _has_agents() -> bool:
-    return shutil.which("launchctl") is not None and any((_agents_folder() / f"{name}.plist").exists() for name in AGENTS)
+    return shutil.which("launchctl") is not None and any((agents_folder() / f"{name}.plist").exists() for name in AGENTS)
 
 
 def _launchd() -> Iterator[Finding]:
     for label in AGENTS:
-        plist = _agents_folder() / f"{label}.plist"
+        plist = agents_folder() / f"{label}.plist"
         if plist.exists():
             code, text = _ask("launchctl", "print", f"gui/{os.getuid()}/{label}")
             yield judge_agent(label, code, text, str(plist))
@@ -60,7 +81,7 @@ def judge_agent(label: str, code: int, printed: str, plist: str) -> Finding:
 
 
 def _systemd() -> Iterator[Finding]:
-    folder = Path(os.environ.get("XDG_CONFIG_HOME", "") or Path.home() / ".config") / "systemd" / "user"
+    folder = units_folder()
     for name in UNITS:
         if (folder / f"{name}.service").exists():
             code, text = _ask("systemctl", "--user", "is-active", f"{name}.service")

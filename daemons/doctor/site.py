@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from daemons.fleet import Member, live_members
+from daemons.service_definitions import installed_definitions
 from kakeya_zmq.config import Settings, find_config_file, kakeya_home, resolve_settings
-from kakeya_zmq.options import ALL_ROLES
+from kakeya_zmq.option_values import ALL_ROLES
 from wire.errors import ConfigError
 
 
@@ -24,15 +26,29 @@ class Site:
     members: tuple[Member, ...] = ()
     addresses: tuple[str, ...] = ()
     quick: bool = False
+    services: tuple[str, ...] = ()
+    """Those whose settings are judged in the place of what the environment would give their roles."""
+    notes_error: ConfigError | None = None
+    """Why nothing is known of what `kakeya up` started."""
 
 
 def this_site(addresses: tuple[str, ...], *, config: str, quick: bool) -> Site:
-    """The settings as daemons that are started here would see them."""
+    """The settings as daemons that are started here would see them; of a role that is a service here, the service's."""
     home = kakeya_home()
     file = find_config_file(config)
     try:
         settings = {role: resolve_settings(role, {}, file=file).settings for role in ALL_ROLES}
     except ConfigError as error:
         return Site(home, home / "fleet.psk", config_error=error, config_file=file, addresses=addresses, quick=quick)
+    services = []
+    for service in installed_definitions():
+        with contextlib.suppress(ConfigError):  # daemons.doctor.services tells why
+            if service.role in settings:
+                settings[service.role] = service.settings().settings
+                services.append(service.name)
     psk_file = Path(settings["primary"].fleet_psk_file)
-    return Site(home, psk_file, settings, None, file, live_members(), addresses, quick)
+    try:
+        members = live_members()
+    except ConfigError as error:
+        return Site(home, psk_file, settings, None, file, (), addresses, quick, tuple(services), notes_error=error)
+    return Site(home, psk_file, settings, None, file, members, addresses, quick, tuple(services))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from daemons.engine_host import parse_assertions
 from daemons.health import HOST
 from daemons.memory import physical_memory_bytes
 from daemons.memory_guard import memory_levels
+from daemons.own_addresses import can_be_reached
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.known_nodes import load_known_nodes
@@ -34,6 +34,8 @@ PROCESS_BYTES_MIN: Final = 128 * MIB
 def examine_starting(site: Site) -> Iterator[Finding]:
     """A finding for each thing that is wrong; one good one when nothing is."""
     found = [*_home(site.home), *_state(site)]
+    if site.notes_error is not None:
+        found.append(_refused(site.notes_error, "kakeya down"))
     for role, settings in site.settings.items():
         found += _role(role, settings)
     yield from found or [ok("start", "nothing that keeps daemons from starting was found")]
@@ -116,10 +118,9 @@ def _advertised(role: str, settings: Settings) -> Iterator[Finding]:
     except ConfigError as error:
         yield _refused(error, "check --advertise")
         return
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_unspecified:
-            text = f"{role}: it advertises {settings.advertise}, where nobody can reach it"
-            yield problem("start", text, "--advertise is the address that other machines use; --bind may be 0.0.0.0")
+    if not can_be_reached(host):
+        text = f"{role}: it advertises {settings.advertise}, where nobody can reach it"
+        yield problem("start", text, "--advertise is the address that other machines use; --bind may be 0.0.0.0")
 
 
 def _weights_bytes(settings: Settings) -> int:

@@ -5,6 +5,7 @@ Lines are ASCII (JSON escapes everything else), so that nothing a node tells can
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -14,15 +15,16 @@ from typing import Any, Final
 
 import msgspec
 
-from dashboard.fleet_view import BusState
+from dashboard.fleet_view import HERE, BusState
 from dashboard.hub import LiveFleet
 from wire.bus import BusMessage, Group, Topic
 from wire.errors import RemoteProtocolError
-from wire.events import decode_event
+from wire.events import SecurityEvent, SecurityKind, decode_event
 from wire.text import escape_json
 
 WAITING_MAX: Final = 20_000
 """Messages that wait for a slow reader; then the oldest are dropped, and counted."""
+REFUSALS_WAITING_MAX: Final = 1024
 TOPICS: Final[Mapping[str, Topic]] = {topic.name.lower(): topic for topic in Topic if topic.group is Group.TELEMETRY}
 """By the name they are chosen with."""
 
@@ -34,6 +36,7 @@ class TappedFleet(LiveFleet):
         super().__init__()
         self.dropped = 0
         self._messages: deque[tuple[BusMessage, float]] = deque()
+        self._refusals: deque[tuple[str, str, int, float]] = deque(maxlen=REFUSALS_WAITING_MAX)
         self._arrived = threading.Condition()
 
     def apply(self, messages: Sequence[tuple[BusMessage, float]]) -> None:
@@ -44,6 +47,18 @@ class TappedFleet(LiveFleet):
                 self._messages.popleft()
                 self.dropped += 1
             self._arrived.notify_all()
+
+    def refuse(self, node_id: str, reason: str, count: int) -> None:
+        super().refuse(node_id, reason, count)
+        self._refusals.append((node_id, reason, count, self.clock()))
+
+    def take_refusals(self) -> list[tuple[str, str, int, float]]:
+        """(under whose name, why, how many messages, when) of all that were refused since the last time."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._refusals.popleft())
+        return taken
 
     def take_messages(self, timeout_s: float) -> list[tuple[BusMessage, float]]:
         """All that came since the last time, waiting at most so long for the first; with each when it came."""
@@ -74,6 +89,12 @@ def event_line(message: BusMessage, at: float) -> str | None:
             "event": _plain(event),
         }
     )
+
+
+def refusal_line(node_id: str, reason: str, count: int, at: float) -> str:
+    """Messages that were not taken, as a security event of this reader."""
+    event = SecurityEvent(kind=SecurityKind.TELEMETRY_REFUSED, subject=node_id, count=count, text=reason)
+    return _line({"at": round(at, 3), "topic": "security", "node": HERE, "event": _plain(event)})
 
 
 def bus_line(state: BusState, at: float, lost: int) -> str:
@@ -131,6 +152,9 @@ class EventLines:
                 line = event_line(message, self._fleet.unix_time(at))
                 if line is not None:
                     self._write(line)
+        for node_id, reason, count, at in self._fleet.take_refusals():
+            if (not self._topics or Topic.SECURITY in self._topics) and self._shows(node_id):
+                self._write(refusal_line(node_id, reason, count, self._fleet.unix_time(at)))
         now = self._fleet.clock()
         self._tell_state(now, self._fleet.read(lambda view, at: view.bus_state(at)))
 

@@ -5,6 +5,9 @@ The publisher is an XPUB in manual mode: libzmq then asks us about every subscri
 It also tells us of each new subscriber, which is the moment to publish the present state again: whatever was published
 before a subscription arrived is lost to that subscriber, without any error.
 
+Every message is signed by the node it is of. A subscriber takes a name under one key only where it is told which
+(``admit``); nodes need not, as the cards they listen for are signed, and judged, themselves.
+
 PUB/SUB drops silently when a subscriber is slow. Messages are therefore numbered for each topic; the subscriber counts gaps
 and tells its owner, who asks for a snapshot over the control plane. Nothing on the bus is the only copy of anything.
 """
@@ -21,14 +24,14 @@ from typing import Final
 import zmq
 
 from kakeya_zmq.io.connections import CONNECTIONS_MAX, ConnectionGuard
-from kakeya_zmq.io.control_client import dialled
 from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
+from kakeya_zmq.io.names import Dialling, Names
 from kakeya_zmq.io.reactor import Reactor, receive_frames
 from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, create_socket
 from kakeya_zmq.io.sockets import bind as bind_socket
 from kakeya_zmq.protocol.session import LocalNode
 from wire.bus import PAYLOAD_BYTES_MAX, BusMessage, Group, Topic, open_message, seal_message
-from wire.errors import AuthenticationError, LocalProtocolError, RemoteProtocolError
+from wire.errors import AuthenticationError, ForgedMessageError, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
 from wire.keys import FleetKey, Purpose, TelemetryKey
 from wire.replay import Order, SequenceTracker
@@ -36,6 +39,7 @@ from wire.replay import Order, SequenceTracker
 _SUBSCRIBE: Final = 1
 _UNSUBSCRIBE: Final = 0
 CLOSE_LINGER_MS: Final = 200
+FORGED: Final = "a message on the bus is not signed by the node whose name it bears"
 _TOPIC_FRAMES: Final = {topic.frame: topic for topic in Topic}
 
 
@@ -126,8 +130,11 @@ class Publisher:
             self.counters["oversize"] += 1
             return False
         self._sequences[topic] = sequence or self._sequences[topic] + 1
-        message = BusMessage(NodeId(self._local.node_id), topic, self._local.incarnation, self._sequences[topic], payload)
-        frames = seal_message(message, self._keys[topic.group], secrets.token_bytes)
+        local = self._local
+        message = BusMessage(
+            NodeId(local.node_id), topic, local.incarnation, self._sequences[topic], payload, local.identity.public_key
+        )
+        frames = seal_message(message, local.identity, self._keys[topic.group], secrets.token_bytes)
         # Never blocks: an XPUB drops what a subscriber's full queue cannot take.
         self._socket.send_multipart(frames, zmq.DONTWAIT)
         self.counters["published"] += 1
@@ -199,6 +206,9 @@ class Subscriber:
         topics: what to subscribe to.
         on_message: called with each authentic message that is newer than the last one of its node and topic.
         on_gap: called before ``on_message`` when messages between were lost: (node, topic, how many).
+        admit: (node, identity key of a message whose signature holds) → why it is not taken, or an empty text.
+        on_refused: told of each message that is not: under whose name it came, and why.
+        names: looks up hosts of publishers that are named.
 
     Raises:
         LocalProtocolError: a topic that ``keys`` cannot open.
@@ -212,19 +222,27 @@ class Subscriber:
         topics: Iterable[Topic],
         on_message: Callable[[BusMessage], None],
         on_gap: Callable[[NodeId, Topic, int], None] | None = None,
+        admit: Callable[[NodeId, bytes], str] | None = None,
+        on_refused: Callable[[NodeId, str], None] | None = None,
+        names: Names | None = None,
     ) -> None:
         reactor.check_thread()
         self.counters: Counter[str] = Counter()
-        """``received``, ``malformed``, ``unauthentic``, ``old``, ``gaps``, ``missed``, ``handshakes_rejected``."""
+        """``received``, ``malformed``, ``unauthentic``, ``forged``, ``not_admitted``, ``old``, ``gaps``, ``missed``,
+        ``handshakes_rejected``, ``names_not_found``."""
         self._reactor = reactor
         self._on_message = on_message
         self._on_gap = on_gap
+        self._admit = admit
+        self._on_refused = on_refused
         self._key = keys
         self._opening = [group_keys(keys)]
         self._orders = {topic: SequenceTracker() for topic in topics}
         if any(topic.group not in self._opening[0] for topic in self._orders):
             raise LocalProtocolError("the telemetry key opens telemetry topics only")
-        self._connected: set[Address] = set()
+        self._names = names or Names(reactor)
+        self._dialled: dict[Address, tuple[Dialling, list[Address]]] = {}
+        """What was asked for, and the IP address of it that was connected to, as soon as there is one."""
         self._closed = False
         self._socket = create_socket(reactor.context, zmq.SUB, BUS_SUB)
         for topic in self._orders:
@@ -235,7 +253,7 @@ class Subscriber:
     @property
     def connected(self) -> frozenset[Address]:
         """The publishers asked for so far, reached or not."""
-        return frozenset(self._connected)
+        return frozenset(self._dialled)
 
     def use_keys(self, keys: Sequence[FleetKey]) -> None:
         """Open what is sealed with one of these PSKs from now on; for a member, while PSKs change."""
@@ -248,21 +266,29 @@ class Subscriber:
             key: the PSK that publisher admits; the first one given when None.
         """
         self._reactor.check_thread()
-        if address not in self._connected:
+        if address in self._dialled:
+            return
+        keys = key or self._key
+        curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
+        dialling, connected = self._dialled[address] = (Dialling(self._reactor, address.host, self._names), [])
+
+        def connect(literal: Address) -> None:
             # What is set now is what this connection keeps, also when it is made again.
-            keys = key or self._key
-            curve = keys.bus_curve() if isinstance(keys, TelemetryKey) else keys.curve_bus()
             apply_curve_client(self._socket, curve.public, curve)
-            self._socket.connect(dialled(address).zmq_endpoint())
-            self._connected.add(address)
+            self._socket.connect(literal.zmq_endpoint())
+            connected.append(literal)
+
+        dialling.dial(address.port, connect, self._not_found)
 
     def disconnect(self, address: Address) -> None:
         """Stop listening to the publisher at ``address``. Idempotent."""
         self._reactor.check_thread()
-        if address in self._connected:
-            self._connected.discard(address)
+        dialling, connected = self._dialled.pop(address, (None, []))
+        if dialling is not None:
+            dialling.stop()
+        for literal in connected:
             try:
-                self._socket.disconnect(dialled(address).zmq_endpoint())
+                self._socket.disconnect(literal.zmq_endpoint())
             except zmq.ZMQError as error:
                 if error.errno != errno.ENOENT:  # libzmq gave this one up by itself, after a peer that is none of ours
                     raise
@@ -274,6 +300,8 @@ class Subscriber:
             return
         self._reactor.check_thread()
         self._closed = True
+        for dialling, _ in self._dialled.values():
+            dialling.stop()
         self._monitor.close()
         self._reactor.close_socket(self._socket)
 
@@ -283,6 +311,9 @@ class Subscriber:
         except AuthenticationError:
             self.counters["unauthentic"] += 1  # sealed with another key: dropped, as a member can't have meant it for us
             return
+        except ForgedMessageError as error:
+            self._refuse("forged", NodeId(error.node_id), FORGED)
+            return
         except RemoteProtocolError:
             self.counters["malformed"] += 1  # not a bus message of ours
             return
@@ -290,7 +321,10 @@ class Subscriber:
         if order is None:
             self.counters["malformed"] += 1
             return
-        observation = order.observe(message.node_id, message.incarnation, message.sequence)
+        if self._admit is not None and (refusal := self._admit(message.node_id, message.identity_public_key)):
+            self._refuse("not_admitted", message.node_id, refusal)
+            return
+        observation = order.observe(message.node_id, message.identity_public_key, message.incarnation, message.sequence)
         if observation.order is Order.OLD:
             self.counters["old"] += 1
             return
@@ -301,6 +335,14 @@ class Subscriber:
             if self._on_gap is not None:
                 self._on_gap(message.node_id, message.topic, observation.missed)
         self._on_message(message)
+
+    def _not_found(self, reason: str) -> None:
+        self.counters["names_not_found"] += 1
+
+    def _refuse(self, counter: str, node_id: NodeId, reason: str) -> None:
+        self.counters[counter] += 1
+        if self._on_refused is not None:
+            self._on_refused(node_id, reason)
 
     def _open(self, frames: list[bytes]) -> BusMessage:
         *others, last = self._opening

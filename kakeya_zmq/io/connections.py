@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
-import secrets
 import socket as os_socket
 import struct
 from collections import Counter
@@ -36,6 +35,7 @@ from typing import Final
 
 import zmq
 
+from kakeya_zmq.io.monitor import monitor_pair
 from kakeya_zmq.io.reactor import Reactor
 
 REFUSED_WRONG_PSK: Final = "a connection was refused: its PSK is not this fleet's"
@@ -115,12 +115,7 @@ class ConnectionGuard:
         self._failure_told = False
         """Whether the last event told why the connection that is about to end does so."""
         self._closed = False
-        address = f"inproc://kakeya-connections-{secrets.token_hex(8)}"
-        socket.monitor(address, _MASK)
-        self._pair = reactor.context.socket(zmq.PAIR)
-        self._pair.linger = 0
-        self._pair.rcvhwm = 0
-        self._pair.connect(address)
+        self._pair = monitor_pair(reactor.context, socket, _MASK)
         reactor.register(self._pair, self._on_readable)
 
     @property

@@ -21,6 +21,8 @@ from typing import Final, TypeAlias, assert_never
 import zmq
 
 from kakeya_zmq.io.monitor import CLIENT_EVENTS, LinkEvent, SocketMonitor
+from kakeya_zmq.io.names import REASONS as NAME_REASONS
+from kakeya_zmq.io.names import Dialling, Names
 from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_exception, receive_frames
 from kakeya_zmq.io.sockets import CONTROL_CLIENT, Address, apply_curve_client, create_socket
 from kakeya_zmq.protocol import session as machine
@@ -111,6 +113,7 @@ class ControlClient:
         identities: which key belongs to which node id; a book of its own when None.
         on_up: called with the peer each time a session is established.
         on_round_trip: called with each measured round trip, in ms.
+        names: looks up the host of ``address``, where it is a name, each time the connection is opened.
         on_down: called with one line each time a session ends, and when a first or repeated attempt fails for a new reason.
     """
 
@@ -126,6 +129,7 @@ class ControlClient:
         on_up: Callable[[PeerInfo], None] | None = None,
         on_down: Callable[[str], None] | None = None,
         on_round_trip: Callable[[float], None] | None = None,
+        names: Names | None = None,
     ) -> None:
         reactor.check_thread()
         self.reactor = reactor
@@ -144,6 +148,7 @@ class ControlClient:
         """Keys that were refused in a row."""
         self._detour_port = 0
         """Where the server goes on for now; 0: at its address."""
+        self._dialling = Dialling(reactor, address.host, names or Names(reactor))
         self._on_up = on_up
         self._on_down = on_down
         self._on_round_trip = on_round_trip
@@ -177,8 +182,8 @@ class ControlClient:
 
     @property
     def host(self) -> str:
-        """The host by which the server is reached; its lanes and bus are on the same one."""
-        return self.address.host
+        """The IP address by which the server is reached; its lanes and bus are on the same one."""
+        return self._dialling.host
 
     @property
     def answered_by(self) -> str | None:
@@ -369,6 +374,7 @@ class ControlClient:
 
     def _session_up(self, peer: PeerInfo) -> None:
         self.peer = peer
+        self._dialling.reached()
         self.last_error = None
         self.counters["sessions"] += 1
         if self._on_up is not None:
@@ -410,11 +416,21 @@ class ControlClient:
         self._link_error = link_error
         self._monitor = SocketMonitor(self.reactor, socket, CLIENT_EVENTS, self._on_link_event)
         self.reactor.register(socket, self._on_readable, self._on_writable)
-        target = Address(self.address.host, self._detour_port) if self._detour_port else self.address
-        socket.connect(dialled(target).zmq_endpoint())
+        # A name is looked up anew for each socket, and each address it has gets its turn.
+        self._dialling.dial(
+            self._detour_port or self.address.port,
+            connect=lambda literal: self._connect(socket, literal),
+            failed=self._link_failed,
+        )
         self._feed(machine.SocketOpened())
 
+    def _connect(self, socket: zmq.Socket[bytes], literal: Address) -> None:
+        if self._link_error in NAME_REASONS:  # it has one now
+            self._link_error = None
+        socket.connect(literal.zmq_endpoint())
+
     def _close_socket(self, *, linger_ms: int = 0) -> None:
+        self._dialling.stop()
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -537,8 +553,3 @@ class ControlClient:
                 return
             self._queue_bytes -= sum(map(len, self._queue.popleft()))
         self.reactor.watch_writable(self._socket, False)
-
-
-def dialled(address: Address) -> Address:
-    """The address to connect to: ``localhost`` may mean ::1 first, where our servers do not listen (they bind 127.0.0.1)."""
-    return Address(host="127.0.0.1", port=address.port) if address.host == "localhost" else address

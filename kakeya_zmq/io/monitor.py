@@ -1,7 +1,7 @@
 """Connection events of a ZeroMQ socket: who could not connect, and why.
 
-libzmq tells a socket's connection events through an inproc PAIR. Two hazards shape this file: a monitor that is left open
-makes ``Context.term()`` hang, so :meth:`SocketMonitor.close` runs before the socket's own close; and libzmq's IO thread
+libzmq tells a socket's connection events through an inproc PAIR (:func:`monitor_pair`). Two hazards shape this file: a
+monitor that is left open makes ``Context.term()`` hang, so it is closed before the socket itself; and libzmq's IO thread
 *blocks* while the PAIR is full, so the receiving end has no high-water mark (one event is about 60 bytes, and only the rare
 kinds below are subscribed).
 """
@@ -50,6 +50,17 @@ NOT_OURS: Final = "it does not speak this protocol"
 UNFINISHED: Final = "it ended before its handshake was through"
 
 
+def monitor_pair(context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
+    """The socket that tells these events (zmq.Event, combined) of a socket from now on, whose monitor is on with it."""
+    address = f"inproc://kakeya-monitor-{secrets.token_hex(8)}"
+    watched.monitor(address, events)
+    pair = context.socket(zmq.PAIR)
+    pair.linger = 0
+    pair.rcvhwm = 0
+    pair.connect(address)
+    return pair
+
+
 class ConnectionWatch:
     """Tells whether the one connection of a lane's socket has ended; used on the lane's thread only.
 
@@ -64,7 +75,6 @@ class ConnectionWatch:
         self, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], refused: Callable[[str], None]
     ) -> None:
         self._refused = refused
-        address = f"inproc://kakeya-lane-{secrets.token_hex(8)}"
         self._watched = socket
         self._open: set[int] = set()
         """File descriptors of connections that exist."""
@@ -72,11 +82,8 @@ class ConnectionWatch:
         """Those that may be ours; None before the handshake."""
         begins = zmq.Event.ACCEPTED | zmq.Event.CONNECTED
         failures = zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-        socket.monitor(address, begins | failures | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
-        self.pair = context.socket(zmq.PAIR)
-        self.pair.linger = 0
-        self.pair.rcvhwm = 0
-        self.pair.connect(address)
+        events = begins | failures | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+        self.pair = monitor_pair(context, socket, events)
 
     @property
     def lost(self) -> bool:
@@ -127,16 +134,11 @@ class SocketMonitor:
         self._watched = socket
         self._on_event = on_event
         self._closed = False
-        address = f"inproc://kakeya-monitor-{secrets.token_hex(8)}"
         mask = 0
         for kind, event in _EVENTS.items():
             if event in events:
                 mask |= kind
-        socket.monitor(address, mask)
-        self._pair = reactor.context.socket(zmq.PAIR)
-        self._pair.linger = 0
-        self._pair.rcvhwm = 0
-        self._pair.connect(address)
+        self._pair = monitor_pair(reactor.context, socket, mask)
         reactor.register(self._pair, self._on_readable)
 
     def close(self) -> None:

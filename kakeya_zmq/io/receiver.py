@@ -5,9 +5,10 @@ Rules:
 1. Everything is checked before anything is allocated for it: header, order, manifest, wanted parts, budget, plan.
 2. A part is shown only when every byte of it is verified. What a broken transfer delivered before stays valid.
 3. Each part has a buffer of its own, so that evicting it frees its memory.
-4. Credit is earned by bytes that were processed, in steps of about half of the initial credit. What counts are the
+4. Whole parts are told when nothing more is there to be received, or when they are enough to be worth a turn of the reactor.
+5. Credit is earned by bytes that were processed, in steps of about half of the initial credit. What counts are the
    bytes of parts and manifests, whatever a link encoding made of them on the way.
-5. The first violation ends the transfer: over one TCP connection nothing honest arrives twice, torn or out of order.
+6. The first violation ends the transfer: over one TCP connection nothing honest arrives twice, torn or out of order.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from wire.errors import DataLossError, RemoteProtocolError
 from wire.messages import CipherSuite, LinkCodec, PartMeta, TransferGrant
 
 _CREDIT_STEPS: Final = 2
+TOLD_BYTES: Final = 4 * limits.MIB
+"""Whole parts are told at the latest when there are so many bytes of them: each telling costs the reactor a turn."""
 CONNECT_SECONDS: Final = 3.0
 """Longer than this nobody waits for a connection to a bulk port; a closed one is dropped silently by most firewalls."""
 
@@ -60,6 +63,8 @@ class ReceiverLane(Lane):
         self._verify_digests = verify_digests
         self._allocate_part = allocate_part
         self._assembler: Assembler
+        self._whole: list[Part] = []
+        """Verified, and not told yet."""
 
     @classmethod
     def connect(
@@ -160,6 +165,12 @@ class ReceiverLane(Lane):
         return min(self._idle_timeout_s, CONNECT_SECONDS) if self._connecting else self._idle_timeout_s
 
     def _transfer(self) -> tuple[bool, str]:
+        try:
+            return self._receive()
+        finally:
+            self._tell()
+
+    def _receive(self) -> tuple[bool, str]:
         processed_bytes = 0
         while True:
             request = self._requested_close()
@@ -169,6 +180,7 @@ class ReceiverLane(Lane):
             try:
                 packed = self._socket.recv(zmq.DONTWAIT)
             except zmq.Again:
+                self._tell()
                 # What had arrived before the connection ended has been read by now.
                 if self._watch.lost:
                     return False, CONNECTION_LOST
@@ -179,15 +191,23 @@ class ReceiverLane(Lane):
             self._made_progress()
             if header.kind is ChunkKind.DATA:
                 self._transferred_bytes += content_bytes
-            if parts:
-                self._post(PartsReceived(self._lane, parts))
+            self._whole += parts
+            if sum(part.meta.length_bytes for part in self._whole) >= TOLD_BYTES:
+                self._tell()
             if header.final:
                 missing = self._filter.missing
                 return missing == 0, f"the sender ended with {missing} parts missing" if missing else ""
             processed_bytes += content_bytes
             if processed_bytes > self._credit_step_bytes:
+                self._tell()
                 self._post(CreditEarned(self._lane, processed_bytes))
                 processed_bytes = 0
+
+    def _tell(self) -> None:
+        """Hand over the parts that are whole: several together, as long as more is there to be received."""
+        if self._whole:
+            parts, self._whole = tuple(self._whole), []
+            self._post(PartsReceived(self._lane, parts))
 
     def _receive_chunk(self, packed: bytes) -> tuple[ChunkHeader, int, tuple[Part, ...]]:
         """The rest of a message whose first frame is ``packed``. A message is there as a whole or not at all."""

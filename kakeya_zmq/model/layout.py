@@ -12,7 +12,6 @@ Nothing is evaluated for that, because MLX knows shapes and types of arrays that
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from kakeya_zmq.codecs.geometry import RowGeometry
 from kakeya_zmq.model import state
 from kakeya_zmq.model.adapters import ROWS_ADAPTERS, RowsAdapter, Span, is_state, leaves, unsupported
 from kakeya_zmq.model.arrays import numpy_view
+from kakeya_zmq.model.policy import CachePolicy
 from kakeya_zmq.model.rebuild import Rebuild, payload_rows
 from kakeya_zmq.model.sink_window import SinkWindowCache
 from wire.errors import InvalidInput, LocalProtocolError, ModelError
@@ -34,46 +34,23 @@ PROBE_LENGTHS: Final = (1, 2, 5)
 """Tokens of each probe: lengths that tell growing recurrent state from constant one."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachePolicy:
-    """Which caches a model runs with: its own, or bounded to ``sink_tokens`` + ``window_tokens`` (0, 0: its own)."""
+def bounded_caches(policy: CachePolicy, caches: Sequence[Any]) -> list[Any]:
+    """The model's own caches under a policy.
 
-    sink_tokens: int
-    window_tokens: int
+    Full-attention caches become sink+window caches. Sliding layers keep their own, narrower window; a wider one is
+    narrowed, without sinks, since the layer never had any. Chunked and recurrent layers are bounded already.
+    """
+    return [_bounded(policy, cache) for cache in caches] if policy.bounded else list(caches)
 
-    @classmethod
-    def native(cls) -> CachePolicy:
-        return cls(sink_tokens=0, window_tokens=0)
 
-    @classmethod
-    def sink_window(cls, sink: int, window: int) -> CachePolicy:
-        """Raises:
-        InvalidInput: ``sink`` is negative or ``window`` not positive.
-        """
-        if sink < 0 or window < 1:
-            raise InvalidInput(f"sink must be >= 0 and window >= 1 token, not {sink} and {window}")
-        return cls(sink_tokens=sink, window_tokens=window)
-
-    @property
-    def bounded(self) -> bool:
-        return self.window_tokens > 0
-
-    def apply(self, caches: Sequence[Any]) -> list[Any]:
-        """The model's own caches, bounded.
-
-        Full-attention caches become sink+window caches. Sliding layers keep their own, narrower window; a wider one is
-        narrowed, without sinks, since the layer never had any. Chunked and recurrent layers are bounded already.
-        """
-        return [self._bound(cache) for cache in caches] if self.bounded else list(caches)
-
-    def _bound(self, cache: Any) -> Any:
-        if type(cache) is CacheList:
-            return CacheList(*(self._bound(member) for member in cache.caches))
-        if type(cache) is KVCache:
-            return SinkWindowCache(self.sink_tokens, self.window_tokens)
-        if type(cache) is RotatingKVCache and cache.max_size > self.window_tokens:
-            return SinkWindowCache(0, self.window_tokens)
-        return cache
+def _bounded(policy: CachePolicy, cache: Any) -> Any:
+    if type(cache) is CacheList:
+        return CacheList(*(_bounded(policy, member) for member in cache.caches))
+    if type(cache) is KVCache:
+        return SinkWindowCache(policy.sink_tokens, policy.window_tokens)
+    if type(cache) is RotatingKVCache and cache.max_size > policy.window_tokens:
+        return SinkWindowCache(0, policy.window_tokens)
+    return cache
 
 
 class CacheLayout:
@@ -152,7 +129,7 @@ class CacheLayout:
 
     def new_caches(self) -> list[Any]:
         """Empty caches in the form the model expects, under the policy."""
-        return self._policy.apply(make_prompt_cache(self._model))
+        return bounded_caches(self._policy, make_prompt_cache(self._model))
 
     def position(self, caches: Sequence[Any]) -> int:
         """Tokens the caches hold.

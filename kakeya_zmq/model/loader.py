@@ -19,8 +19,10 @@ from wire.errors import ConfigError, KakeyaError, ModelError
 from wire.limits import BLOCK_TOKENS_DEFAULT, NAME_CHARACTERS_MAX, PROMPT_TOKENS_MAX, TEXT_CHARACTERS_MAX
 
 if TYPE_CHECKING:
+    from kakeya_zmq.model.blas import BlasReport
     from kakeya_zmq.model.engine import MlxEngine
-    from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+    from kakeya_zmq.model.layout import CacheLayout
+    from kakeya_zmq.model.policy import CachePolicy
 
 SEGMENT_TOKENS_DEFAULT = 256
 """Measured: as fast as larger segments, and the smallest that is."""
@@ -81,11 +83,7 @@ def load_engine(
     if report.warning:
         tell(report.warning)
     tell(f"loading {name}")
-    model = _load_model(folder)
-    if report.small_products:
-        from kakeya_zmq.model.single_row import use_small_products
-
-        use_small_products(model)
+    model = load_weights(folder, report)
     return _assemble(
         model,
         config,
@@ -198,7 +196,12 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _load_model(folder: Path) -> Any:
+def load_weights(folder: Path, blas: BlasReport) -> Any:
+    """The mlx-lm model of a folder, with what makes it fast on this machine's matrix library.
+
+    Raises:
+        ModelError: mlx-lm cannot load it.
+    """
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -211,6 +214,10 @@ def _load_model(folder: Path) -> Any:
             f"the model cannot be loaded: {lines[0][: TEXT_CHARACTERS_MAX // 2]}",
             remedy="check that mlx-lm supports this model and that its download is complete",
         ) from error
+    if blas.small_products:
+        from kakeya_zmq.model.single_row import use_small_products
+
+        use_small_products(model)
     return model
 
 
@@ -232,7 +239,8 @@ def _assemble(
     from mlx.utils import tree_flatten
 
     from kakeya_zmq.model.engine import MlxEngine
-    from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+    from kakeya_zmq.model.layout import CacheLayout
+    from kakeya_zmq.model.policy import CachePolicy
 
     used = policy or CachePolicy.native()
     layout = CacheLayout(model, block_tokens=block_tokens, policy=used)

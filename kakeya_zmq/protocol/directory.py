@@ -296,11 +296,13 @@ class Directory:
         again = event.more and news and chain < NODES_MAX // CARDS_PER_EXCHANGE_MAX + 1
         if again:
             self._chains[node_id] = chain + 1
-        sent = [
+        wanted = [
             held
             for mark in self._marks_of(event.wanted)
             if (name := self._marks.get(mark)) is not None and (held := self._held[name]).expires > now
         ][:CARDS_PER_EXCHANGE_MAX]
+        sizes = accumulate(len(held.blob) for held in wanted)
+        sent = [held for held, size in zip(wanted, sizes, strict=True) if size <= ANSWER_BYTES_MAX]
         if sent:
             cards, ages = tuple(held.blob for held in sent), tuple(held.age_ms(now) for held in sent)
             effects.append(Exchange(node_id, cards, ages, None))

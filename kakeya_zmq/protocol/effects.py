@@ -336,6 +336,14 @@ class Note:
     fields: Mapping[str, int | float | str | bool] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """A node could not prove what it must: to be counted and written down. ``reason`` is fixed text."""
+
+    node_id: NodeId
+    reason: str
+
+
 HostEvent: TypeAlias = (
     RequestArrived
     | UpdateArrived
@@ -370,4 +378,5 @@ Effect: TypeAlias = (
     | CancelCommand
     | Count
     | Note
+    | Refuse
 )

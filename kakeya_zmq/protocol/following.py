@@ -53,6 +53,8 @@ class Following:
         self._followed_since = 0.0
         self._check_at = 0.0
         self._workers_failed = False
+        self.at_hand = 0
+        """Tokens of this prompt that the flight has brought so far, and what was there before: for the user to see."""
 
     @property
     def waiting(self) -> bool:
@@ -99,6 +101,7 @@ class Following:
             return []
         leader = flight.leader
         self._seen, self._check_at = leader.version, now + CHECK_EVERY_S
+        self.at_hand = at_hand
         if at_hand >= self._task.target:
             return self._stop(at_hand)
         forecast = leader.forecast

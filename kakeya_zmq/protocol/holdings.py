@@ -322,6 +322,8 @@ class Holdings:
     def _put(self, part: Part, now: float) -> bool:
         if self._store is None:
             return True
+        if not self._task.may_keep():
+            return False
         try:
             self._store.put(part, fingerprint=self._task.fingerprint, now=now)
         except KakeyaError:  # a cache error can only ever cause a later miss; the caller counts it

@@ -12,10 +12,12 @@ import msgspec
 import numpy as np
 
 from kakeya_zmq.blocks import Chain, Part
-from kakeya_zmq.engine import ModelFacts, Sampling, TokenArray
-from kakeya_zmq.protocol.effects import Effect, RequestKey, Ticket
+from kakeya_zmq.engine import CloseSession as CloseEngineSession
+from kakeya_zmq.engine import ModelFacts, OpenSession, Sampling, TokenArray
+from kakeya_zmq.protocol.effects import Count, Effect, RequestKey, RunCommand, Ticket
 from kakeya_zmq.protocol.flights import Flights
 from kakeya_zmq.protocol.prepare import PromptPreparation
+from kakeya_zmq.protocol.prepare_values import IdAllocator
 from wire.errors import FailureCode, RequestFailed
 from wire.ids import NodeId
 from wire.limits import TOKEN_BYTES
@@ -93,6 +95,16 @@ class Appending:
     tokens: TokenArray
     """The history as it will be."""
     reported: tuple[int, int] = (-1, -1)
+    following: Following | None = None
+    """A generation that was asked for already; it begins when the append has succeeded, and fails with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Following:
+    """A generation that waits for the append before it."""
+
+    key: RequestKey
+    body: Generate
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +153,12 @@ class Session:
     closed: bool = False
 
     @property
+    def preparing(self) -> Appending | None:
+        """The append under way that no generation waits for yet."""
+        operation = self.operation
+        return operation if isinstance(operation, Appending) and operation.following is None else None
+
+    @property
     def decodable(self) -> bool:
         """Whether the next generation can start: the KV covers the history but for its last token."""
         return 0 < len(self.history) == self.live_position + 1
@@ -149,6 +167,24 @@ class Session:
     def lost(self) -> bool:
         """Whether KV of the history has to be brought back before a generation."""
         return self.live_position < len(self.history) - 1
+
+
+def refuse_when_busy(session: Session) -> None:
+    """One operation at a time.
+
+    Raises:
+        RequestFailed: ABORTED, another one is under way.
+    """
+    if session.operation is not None:
+        raise RequestFailed(FailureCode.ABORTED, "the session is busy with another operation")
+
+
+def start_over(session: Session, ids: IdAllocator) -> list[InferenceEffect]:
+    """Empty the session's KV (the store still has the blocks): it does not belong to the history any more."""
+    session.live_position = 0
+    close, reopen = CloseEngineSession(session.session_id), OpenSession(session.session_id)
+    commands = [RunCommand(ids.ticket(), close), RunCommand(ids.ticket(), reopen)]
+    return [Count("sessions_restarted"), *commands]
 
 
 def appended_history(history: TokenArray, packed: bytes, facts: ModelFacts) -> TokenArray:

@@ -62,6 +62,10 @@ class TokenBucket:
             self._tokens -= amount
         return wait_s
 
+    def give_back(self, amount: float = 1.0) -> None:
+        """What was taken was not used up after all."""
+        self._tokens = min(self._burst, self._tokens + amount)
+
     def wait(self, now: float, amount: float = 1.0) -> float:
         """What :meth:`take` would return, without taking anything.
 

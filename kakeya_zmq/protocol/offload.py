@@ -10,7 +10,10 @@ Rules
     that breaks off could be used.
  3. A job is left when another worker, or computing here, would have won by now (see .hedge); what it has sent is kept.
     Whatever ends a job, the ways on are compared anew.
- 4. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
+ 4. The prompt travels sealed for holders of the tenant's key, and a worker proves with its first word that it has it
+    (wire.job_seal). Until then nothing it says counts. Whoever cannot is reported; whoever says nothing for PROVE_WITHIN_S
+    is given up. Both are left alone for a while, and the job goes to another one or is done here.
+ 5. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
     announced aside, is given up.
 
 Theory of operation: one attempt at a time, ``SubmitJob → JobAccepted → TransferGrant → parts and JobProgress → lane
@@ -52,11 +55,13 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     LaneId,
     PartsReceived,
+    Refuse,
     SendUpdate,
 )
 from kakeya_zmq.protocol.estimates import Estimates
 from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, OBSERVE_MIN_S, Watch, is_too_slow, switch_decision
 from kakeya_zmq.protocol.holdings import Holdings, Reach
+from kakeya_zmq.protocol.offload_seal import COULD_NOT_OPEN, PROVE_WITHIN_S, UNANSWERED, WITHOUT_PROOF, SealedJob, seal_job
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress, WorkerView
 from kakeya_zmq.protocol.routes import RouteChoice, choose_route
 from wire.errors import FailureCode
@@ -73,8 +78,10 @@ from wire.messages import (
     TransferDone,
     TransferGrant,
 )
+from wire.text import clean
 
-JOB_ID_BYTES = 16
+WHY_CHARACTERS_MAX = 120
+"""Of what a worker says was exhausted."""
 SEGMENT_TOKENS = SEGMENT_TOKENS_DEFAULT
 """Tokens a worker computes between two signs of life; its grid is its own, this is the default."""
 
@@ -96,6 +103,7 @@ class _Attempt:
     """What they are made of; may come or not."""
     base: int
     """Tokens that are at hand without it."""
+    job: SealedJob
     started: float
     patience_s: float
     stall_deadline: float
@@ -278,9 +286,10 @@ class Offload:
             checkpoint_tokens=every,
             checkpoints=checkpoint_parts(task.chain, every, base, task.facts.requirement),
             base=base,
+            job=seal_job(task, worker, self._random_bytes),
             started=now,
             patience_s=patience_s,
-            stall_deadline=now + patience_s,
+            stall_deadline=now + min(patience_s, PROVE_WITHIN_S),
             computing=Watch(now, expected_s, self._estimates.job_tokens(node_id), work_s),
             computed_from=task.target - self._estimates.job_tokens(node_id),
             sending=Watch(now, expected_s, even_bytes, work_s),
@@ -314,9 +323,9 @@ class Offload:
         if link.codec is not LinkCodec.NONE:
             self._holdings.reason(link.describe())
         body = SubmitJob(
-            job_id=self._random_bytes(JOB_ID_BYTES),
+            job_id=attempt.job.job_id,
             fingerprint=task.fingerprint,
-            tokens=task.tokens.astype("<i4", copy=False).tobytes(),
+            prompt=attempt.job.prompt,
             have_tokens=base,
             suites=settings.suites,
             chunk_bytes_max=settings.chunk_bytes,
@@ -337,6 +346,8 @@ class Offload:
     def _ask_event(self, attempt: _Attempt, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
         attempt.stall_deadline = now + attempt.patience_s
         match event:
+            case AskProgressed(body=body) if not attempt.job.vouched(body):
+                return self._impostor(attempt, WITHOUT_PROOF, now)
             case AskProgressed(body=JobAccepted(eta_ms=eta_ms)):
                 attempt.stall_deadline += eta_ms / 1000.0
                 # The worker knows its queue better than its card did.
@@ -357,9 +368,10 @@ class Offload:
                 return [ConnectReceiver(attempt.lane, attempt.node_id, grant, expected, budget_bytes, idle_s)]
             case AskProgressed():
                 pass
-            case AskReplied(body=body):
+            case AskReplied(body=result):
                 attempt.ask_open = False
-                self._learn(attempt.node_id, body)
+                if attempt.job.proven:
+                    self._learn(attempt.node_id, result)
                 if attempt.lane is None:
                     return self._fail("ended the job without sending", now)
             case AskFailed(code=FailureCode.DATA_LOSS):
@@ -367,10 +379,23 @@ class Offload:
                 what = "cannot store the KV of this model or prompt with its codec"
                 self._rates.backoff.failed(attempt.node_id, Trouble.JOB, f"it {what}", now)
                 return self._fail(what, now)
+            case AskFailed(code=FailureCode.UNAUTHENTICATED):
+                attempt.ask_open = False
+                return self._impostor(attempt, COULD_NOT_OPEN, now)
+            case AskFailed(code=FailureCode.RESOURCE_EXHAUSTED, message=message):
+                attempt.ask_open = False
+                # Of what: its queue, its memory, its store, or the rate it allows; each is mended elsewhere.
+                return self._fail(f"job failed (resource exhausted): {clean(message, WHY_CHARACTERS_MAX)}", now)
             case AskFailed(code=code):
                 attempt.ask_open = False
                 return self._fail(f"job failed ({code.name.lower().replace('_', ' ')})", now)
         return []
+
+    def _impostor(self, attempt: _Attempt, reason: str, now: float) -> list[Effect]:
+        """It offers work for the tenant and does not have its key."""
+        self._rates.backoff.failed(attempt.node_id, Trouble.JOB, "it did not prove that it has this tenant's key", now)
+        failed = self._fail("did not prove that it has this tenant's key", now)
+        return [Refuse(attempt.node_id, reason), *failed]
 
     def _lane_event(self, attempt: _Attempt, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
         attempt.stall_deadline = now + attempt.patience_s
@@ -464,6 +489,9 @@ class Offload:
             return self._fail("did not finish in time", now)
         if attempt is not None and now < attempt.stall_deadline:
             return self._check(attempt, now)
+        if attempt is not None and not attempt.job.proven:
+            self._rates.backoff.failed(attempt.node_id, Trouble.JOB, UNANSWERED, now)
+            return self._fail(UNANSWERED, now)
         return self._fail("stalled", now)
 
     def _close_ask(self, event: AskReplied | AskFailed) -> None:

@@ -13,6 +13,7 @@ from kakeya_zmq.protocol.effects import AskId, LaneId, Ticket
 from wire import limits
 from wire.errors import LocalProtocolError
 from wire.ids import NodeId
+from wire.job_seal import JobKeys
 from wire.messages import CipherSuite, Explanation, PrefillPolicy, SourceKind, ValueBytes
 
 ValueSetter: TypeAlias = Callable[[str, int | str], None]
@@ -60,6 +61,8 @@ class WorkerView:
     """A compatible prefill worker, as its card describes it. ``prefill_tokens_per_second`` 0: unknown."""
 
     node_id: NodeId
+    identity_public_key: bytes
+    """The key that its present session has proven, 32 bytes: a job is sealed for it."""
     prefill_tokens_per_second: float = 0.0
     queued_tokens: int = 0
     round_trip_ms: float = 0.0
@@ -122,6 +125,10 @@ def _always(node_id: NodeId) -> bool:
     return True
 
 
+def _yes() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class PreparationTask:
     """One append on one inference session: bring its KV from ``live_position`` to ``target``.
@@ -146,12 +153,20 @@ class PreparationTask:
     """Why ``workers`` is empty, when it is."""
     is_connected: Callable[[NodeId], bool] = _always
     """Whether a node can be asked now; what was known at the beginning of a long prompt may have ended."""
+    may_keep: Callable[[], bool] = _yes
+    """Whether what comes and is computed may still go into the local store."""
+    job_keys: JobKeys | None = None
+    """Of the tenant; needed where there are workers."""
+    identity_public_key: bytes = b""
+    """This node's own, 32 bytes; the same."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0 or self.chain.tokens != self.target:
             raise LocalProtocolError("the chain must cover the history up to its last token but one")
         if not 0 <= self.live_position <= self.target:
             raise LocalProtocolError(f"live position {self.live_position} is outside of 0..{self.target}")
+        if self.workers and (self.job_keys is None or not self.identity_public_key):
+            raise LocalProtocolError("jobs need the tenant's keys and this node's identity")
 
     @property
     def target(self) -> int:

@@ -6,8 +6,9 @@ Rules
 * A lane that was bound is closed or finishes by itself; it is counted against the bounds until LaneFinished has come,
   also when its request ended long before. CloseLane and LaneFinished may cross: the host ignores CloseLane for a lane
   that is gone.
-* A publish is promised room before its lane is bound: what the store could make, less what others were promised. Nothing
-  is evicted for a promise, only for parts that have come: an offer that is never sent costs nobody anything.
+* A publish is promised room before its lane is bound: what the store could make, less what the offers of others count on,
+  which has a bound for each node (kakeya_zmq.protocol.serve_promises). Nothing is evicted for a promise, only for parts that
+  have come.
 * Parts of an offer that are already held in its namespace are leased until its request ends: they are the prefix the new
   parts hang on. What other namespaces hold under the same hashes changes nothing of an answer.
 * A lease serves the node that it was given to, as long as its namespace exists for that node; for others it is unknown.
@@ -30,8 +31,7 @@ A lane may finish before all its events were read by us only in that order: even
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, assert_never
 
 from msgspec.structs import replace
@@ -60,6 +60,7 @@ from kakeya_zmq.protocol.effects import (
     UpdateArrived,
 )
 from kakeya_zmq.protocol.serve_lookup import NO_LEASE, answer_lookup
+from kakeya_zmq.protocol.serve_promises import Promises
 from kakeya_zmq.protocol.serve_values import (
     Incoming,
     Outgoing,
@@ -110,7 +111,7 @@ class CacheService:
         lanes: makes lane ids that are unique in this process.
         has_aes: whether this CPU has AES instructions.
         part_bytes_max: larger parts are not accepted.
-        fetch_idle_s: a transfer on which nothing happens for so long is given up.
+        fetch_idle_s: a transfer on which nothing happens for so long is given up; a publish sooner, of who broke promises.
         lanes_max, lanes_per_node_max: transfers at one time, in all and for one peer.
         lease_ms_max: longer leases are cut to this.
         accepts: which fingerprints may be published here; by default all.
@@ -141,6 +142,7 @@ class CacheService:
         self._lease_ms_max = lease_ms_max
         self._accepts = accepts
         self._hides = hides
+        self._promises = Promises(store.bound_bytes, fetch_idle_s)
         self._transfers: dict[LaneId, Transfer] = {}
         self._open: dict[RequestKey, LaneId] = {}
         """Requests that have not ended; exactly the transfers that are not CLOSING."""
@@ -294,7 +296,7 @@ class CacheService:
             return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         lane = self._new_lane()
         held_lease_id = self._hold(held, body.fingerprint, now)
-        promised = self._promised_bytes()
+        promised = self._promises.counted(self._offers(), event.node_id)
         room_bytes = self._store.room_bytes(body.fingerprint, publisher=event.node_id, promised=promised)
         wanted = fitting_prefix(lacking, room_bytes)
         refused = len(lacking) - len(wanted)
@@ -310,7 +312,7 @@ class CacheService:
             key=key,
             node_id=event.node_id,
             phase=TransferPhase.OPENING,
-            idle_at=now + self._idle_s,
+            idle_at=now + self._promises.patience(event.node_id, now),
             fingerprint=body.fingerprint,
             wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
             outstanding=outstanding,
@@ -330,13 +332,11 @@ class CacheService:
         for cut in cuts:
             self._store.cut(cut, fingerprint=fingerprint)
 
-    def _promised_bytes(self) -> Mapping[bytes, int]:
-        """Room that publishes under way still count on, by namespace."""
-        promised: Counter[bytes] = Counter()
+    def _offers(self) -> Iterator[Incoming]:
+        """Publishes under way."""
         for transfer in self._transfers.values():
             if isinstance(transfer, Incoming) and transfer.phase is not TransferPhase.CLOSING:
-                promised[transfer.fingerprint] += sum(meta.length_bytes for meta in transfer.outstanding.values())
-        return promised
+                yield transfer
 
     def _suite(self, offered: Sequence[CipherSuite]) -> CipherSuite | None:
         usable = [suite for suite in offered if self._has_aes or suite != CipherSuite.AES_256_GCM]
@@ -385,10 +385,13 @@ class CacheService:
             if not ended:
                 self._end(lane)
             del self._transfers[lane]
+            if isinstance(transfer, Incoming) and opened and not ended:
+                self._promises.broken(transfer, now)
             return [] if ended else self._finish(transfer, event, opened=opened)
         if transfer.phase is TransferPhase.CLOSING:
             return []
-        transfer.idle_at = now + self._idle_s
+        fetched = isinstance(transfer, Outgoing)
+        transfer.idle_at = now + (self._idle_s if fetched else self._promises.patience(transfer.node_id, now))
         match event, transfer:
             case LaneOpened(grant=grant), Outgoing(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING
@@ -411,6 +414,8 @@ class CacheService:
             if expected != part.meta:
                 continue  # the lane hands over only what it was told to expect; repeats are harmless
             del transfer.outstanding[part.meta.ref]
+            transfer.received_bytes += part.meta.length_bytes
+            self._promises.came(transfer.node_id, part.meta.length_bytes, now)
             try:
                 outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now, publisher=transfer.node_id)
             except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
@@ -465,7 +470,9 @@ class CacheService:
                 continue
             if now >= transfer.idle_at:
                 self._end(lane)
-                message = f"nothing happened on the transfer for {self._idle_s:g} s"
+                message = "nothing happened on the transfer for too long"
+                if isinstance(transfer, Incoming):
+                    self._promises.broken(transfer, now)
                 effects += [
                     Count("cache_idle_transfers"),
                     CloseLane(lane, False, message),

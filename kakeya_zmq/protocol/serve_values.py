@@ -60,6 +60,8 @@ class Incoming:
     already_held: int
     refused: int
     reason: str
+    received_bytes: int = 0
+    """Of offered parts that have come, whether they were stored or not."""
 
 
 Transfer: TypeAlias = Outgoing | Incoming

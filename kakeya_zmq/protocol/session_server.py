@@ -1,8 +1,11 @@
 """The server's side of its control sessions; rules and theory of operation in kakeya_zmq.protocol.session.
 
-What a member may cost: each connection and each identity key has so many HELLOs, new nodes come in at a bounded rate, a key
-has so many sessions under all its names (a new one takes the place of its oldest), and a
-:class:`~kakeya_zmq.protocol.limits.RequestLimiter` bounds its requests.
+What a member may cost: each connection has so many HELLOs, new nodes come in at a bounded rate, and a
+:class:`~kakeya_zmq.protocol.limits.RequestLimiter` bounds its requests. A session counts for an identity key only when its
+first sealed message has come: a HELLO that a node was sent can be sent again by it, but nobody but its author can use the
+answer. So a key has so many sessions that were begun and confirmed, and of those so many at one time, under all its names (a
+new one takes the place of its oldest). Sessions that wait for that message are bounded all together, and so are HELLOs of
+which nothing comes.
 """
 
 from __future__ import annotations
@@ -98,8 +101,13 @@ HELLOS_BURST: Final = 8.0
 """Of one connection: a client repeats a HELLO after a second, and says a new one when its session got lost."""
 KEY_HELLOS_PER_S: Final = 8.0
 KEY_HELLOS_BURST: Final = 64.0
-"""Of one identity key over all its connections: twice as many a second as an honest node may ever need to come back with
-all its sessions."""
+"""Confirmed ones of one identity key over all its connections: twice as many a second as an honest node may ever need to
+come back with all its sessions."""
+UNPROVEN_HELLOS_PER_S: Final = 500.0
+UNPROVEN_HELLOS_BURST: Final = 2000.0
+"""HELLOs that nobody confirms, of all connections together: a tenth of a processor for them."""
+UNPROVEN_SESSIONS_MAX: Final = 512
+"""Sessions that wait for their first sealed message, which comes within a round trip; a new one ends the oldest."""
 REGISTRATIONS_PER_S: Final = 50.0
 REGISTRATIONS_BURST: Final = 500.0
 """Node ids never seen before, of all connections together: a fleet of some hundred nodes that starts in the same moment."""
@@ -141,6 +149,7 @@ class ServerSessions:
         self._limiter = limiter
         self._hello_rates = KeyedBuckets(HELLOS_PER_S, HELLOS_BURST)
         self._key_hello_rates = KeyedBuckets(KEY_HELLOS_PER_S, KEY_HELLOS_BURST)
+        self._unproven = TokenBucket(UNPROVEN_HELLOS_PER_S, UNPROVEN_HELLOS_BURST)
         self._registrations = TokenBucket(REGISTRATIONS_PER_S, REGISTRATIONS_BURST)
         self._sessions: dict[bytes, _ServerSession] = {}
         self._routes: dict[bytes, bytes] = {}
@@ -345,8 +354,8 @@ class ServerSessions:
         # Counted only when it is a member's; before the costly steps, two products on the curve and a signature.
         if self._hello_rates.take(route, now) > 0:
             raise RemoteProtocolError("a connection says hello too often")
-        if self._key_hello_rates.take(hello.identity_public_key, now) > 0:
-            raise RemoteProtocolError("a node says hello too often")
+        if self._unproven.take(now) > 0:
+            raise RemoteProtocolError("too many hellos that nobody confirms")
         refusal = self._identify(hello, now)
         if refusal:
             self._refuse(refusal, effects)
@@ -355,7 +364,6 @@ class ServerSessions:
             return
         if known is not None:
             self._end(known, "the client started a new session", effects)
-        self._make_room_of(hello.identity_public_key, effects)
         self._make_room(effects)
         self._hellos[hello_hash] = None
         if len(self._hellos) > HELLOS_REMEMBERED:
@@ -382,18 +390,19 @@ class ServerSessions:
         return self._identities.admit(hello.node_id, hello.identity_public_key, hello.roles, in_use)
 
     def _make_room_of(self, public_key: bytes, effects: list[ServerEffect]) -> None:
-        own = [session for session in self._sessions.values() if session.peer.identity_public_key == public_key]
+        proven = [session for session in self._sessions.values() if session.proven]
+        own = [session for session in proven if session.peer.identity_public_key == public_key]
         for session in own[: max(0, len(own) + 1 - SESSIONS_PER_KEY_MAX)]:
             self._end(session, "the node has too many sessions", effects)
 
     def _make_room(self, effects: list[ServerEffect]) -> None:
-        if len(self._sessions) < self._sessions_max:
+        unproven = [session for session in self._sessions.values() if not session.proven]
+        if len(self._sessions) < self._sessions_max and len(unproven) < UNPROVEN_SESSIONS_MAX:
             return
-        victim = next((session for session in self._sessions.values() if not session.proven), None)
-        if victim is None:
+        if not unproven:
             raise RemoteProtocolError("too many sessions")
         self._refuse("an unproven session made room", effects)
-        self._end(victim, "made room", effects)
+        self._end(unproven[0], "made room", effects)
 
     def _welcome(self, route: bytes, hello: Hello, hello_hash: bytes, now: float) -> _ServerSession:
         ephemeral = handshake.new_ephemeral(self._random_bytes)
@@ -440,11 +449,23 @@ class ServerSessions:
             raise RemoteProtocolError("a session on another connection")
         plaintext = session.channel.open(header, body)
         session.heard_at = now
-        if not session.proven:
-            session.proven = True
-            self._doubt_older(session.peer, now)
-            effects.append(PeerUp(session.peer))
+        if not session.proven and not self._prove(session, now, effects):
+            return
         self._envelope(decode_client(plaintext), len(plaintext), session, now, effects)
+
+    def _prove(self, session: _ServerSession, now: float, effects: list[ServerEffect]) -> bool:
+        """Its author has confirmed the HELLO, which counts for its key from now on; False: it has had too many of them."""
+        peer = session.peer
+        self._unproven.give_back()
+        if self._key_hello_rates.take(peer.identity_public_key, now) > 0:
+            self._refuse("a node says hello too often", effects, peer.node_id)
+            self._end(session, "the node says hello too often", effects)
+            return False
+        self._make_room_of(peer.identity_public_key, effects)
+        session.proven = True
+        self._doubt_older(peer, now)
+        effects.append(PeerUp(peer))
+        return True
 
     def _doubt_older(self, peer: PeerInfo, now: float) -> None:
         """A node that says hello again has most likely lost the connections of its other sessions: they end unless heard."""

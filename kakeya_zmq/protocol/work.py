@@ -9,6 +9,8 @@ Rules
   nor when another asker's job has just computed it.
 - Capacity is checked when a job is submitted and reserved before it computes; a job that cannot fit never starts. Room is
   reserved for what is not there yet, after the job's own prefix has been marked as used, so that it is not evicted for it.
+- A prompt comes sealed for holders of the tenant's key, and the first answer proves that this worker has it (wire.job_seal).
+  What does not open is refused: so only they have anything computed here.
 - The same job id with the same content, from the same node, attaches to the job that exists (the older request ends with
   ABORTED, the transfer starts again on a new lane); other content under a used id is refused.
 - A request ends exactly once: by a reply, a failure, or silently when nobody waits any more. A job ends at its deadline
@@ -55,6 +57,7 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     LaneOpened,
     Note,
+    Refuse,
     RequestArrived,
     RequestCancelled,
     RunCommand,
@@ -65,6 +68,7 @@ from kakeya_zmq.protocol.effects import (
     UpdateArrived,
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator
+from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US, JobDoor, Submission
 from kakeya_zmq.protocol.work_history import JobState, JobView
 from kakeya_zmq.protocol.work_job import (
     Job,
@@ -78,6 +82,7 @@ from kakeya_zmq.protocol.work_lane import bind_lane, drop_lane, feed_lane
 from kakeya_zmq.protocol.work_table import JobTable
 from kakeya_zmq.store import BlockStore
 from wire.errors import CapacityError, FailureCode, InvalidInput, RequestFailed
+from wire.job_seal import JobKeys
 from wire.messages import (
     Credit,
     JobAccepted,
@@ -99,7 +104,8 @@ class WorkService:
 
     Args:
         facts: the loaded model's.
-        tenant_key: key of the tenant this worker serves, for the hash chain.
+        tenant_key: key of the tenant this worker serves, 32 bytes: for the hash chain, and to open prompts.
+        identity_public_key: this node's own, 32 bytes.
         store: the node's block store.
         ids: numbers for lanes and tickets, shared by all machines of the process.
         has_aes: whether this machine seals faster with AES than with secretbox.
@@ -110,6 +116,7 @@ class WorkService:
         *,
         facts: ModelFacts,
         tenant_key: bytes,
+        identity_public_key: bytes,
         store: BlockStore,
         ids: IdAllocator,
         has_aes: bool,
@@ -118,6 +125,7 @@ class WorkService:
         self._facts = facts
         self._fingerprint = facts.compatibility.fingerprint()
         self._tenant_key = tenant_key
+        self._door = JobDoor(JobKeys(tenant_key), self._fingerprint, identity_public_key)
         self._store = store
         self._has_stored = store.presence(self._fingerprint)
         self._ids = ids
@@ -223,37 +231,66 @@ class WorkService:
             effects += self._fail(job, FailureCode.UNAVAILABLE, reason, now)
         return effects
 
+    def distrust_store(self, now: float) -> list[Effect]:
+        """What was in the store may be wrong: jobs that rest on it end, and their askers find another way."""
+        effects: list[Effect] = []
+        for job in self._table.under_way():
+            if job.tokens_reused > 0:
+                text = "what this job was to reuse may have come from a node that is revoked now"
+                effects += self._fail(job, FailureCode.UNAVAILABLE, text, now)
+        return effects
+
     # --- submission ------------------------------------------------------------------------------------------------
 
     def _submit(self, event: RequestArrived, body: SubmitJob, now: float) -> list[Effect]:
         try:
-            job = self._admit(event, body, now)
+            submission = self._open(event, body)
+            job = self._admit(event, body, submission, now)
         except RequestFailed as error:
-            return [Count("jobs_refused"), SendFailure(event.key, error.code, str(error))]
+            refused: list[Effect] = [Count("jobs_refused"), SendFailure(event.key, error.code, str(error))]
+            untrue = error.code is FailureCode.UNAUTHENTICATED
+            return [*refused, Refuse(event.node_id, NOT_SEALED_FOR_US)] if untrue else refused
         if job.key != event.key:
-            return self._attach(job, event, body)
+            return self._attach(job, event, body, submission.proof)
         job.expected_reuse = best_boundary(job.chain, self._facts.requirement, self._has_stored)
         if job.expected_reuse == job.target:
-            accepted = JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)
+            accepted = JobAccepted(proof=job.proof, queued_jobs=0, queued_tokens=0, eta_ms=0)
             return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._serve(job, now)]
         self._table.enqueue(job)
         accepted = self._table.accepted(job, self._speed)
         return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._start_next(now)]
 
-    def _admit(self, event: RequestArrived, body: SubmitJob, now: float) -> Job:
+    def _open(self, event: RequestArrived, body: SubmitJob) -> Submission:
+        """What the asker meant.
+
+        Raises:
+            RequestFailed: this worker is stopping, or it cannot open it.
+        """
+        if self._stopping is not None:
+            raise RequestFailed(FailureCode.UNAVAILABLE, self._stopping)
+        return self._door.open(event, body)
+
+    def _admit(self, event: RequestArrived, body: SubmitJob, submission: Submission, now: float) -> Job:
         """A new job, or the one that exists under this id.
 
         Raises:
             RequestFailed: it is refused.
         """
-        if self._stopping is not None:
-            raise RequestFailed(FailureCode.UNAVAILABLE, self._stopping)
-        tokens = check_submission(body, self._facts, self._fingerprint, self._settings)
-        known = self._table.find_same(event.node_id, body, now)
+        tokens = check_submission(body, submission.packed_tokens, self._facts, self._settings)
+        known = self._table.find_same(event.node_id, body, submission.content_digest, now)
         if known is not None:
             return known
         self._job_number += 1
-        job = make_job(event, body, tokens, facts=self._facts, tenant_key=self._tenant_key, number=self._job_number, now=now)
+        job = make_job(
+            event,
+            body,
+            submission,
+            tokens,
+            facts=self._facts,
+            tenant_key=self._tenant_key,
+            number=self._job_number,
+            now=now,
+        )
         needed_bytes = parts_bytes(self._facts, job.chain, job.needed)
         if needed_bytes > self._store.max_bytes:
             text = f"the prompt's KV needs {needed_bytes} bytes and this worker's cache holds {self._store.max_bytes}"
@@ -264,7 +301,7 @@ class WorkService:
     def _speed(self) -> float:
         return self.tokens_per_second or self._settings.default_tokens_per_second
 
-    def _attach(self, job: Job, request: RequestArrived, body: SubmitJob) -> list[Effect]:
+    def _attach(self, job: Job, request: RequestArrived, body: SubmitJob, proof: bytes) -> list[Effect]:
         """Serve the newer request; it may want other chunks and seals, and has nothing of what the old lane sent."""
         effects: list[Effect] = [
             Count("jobs_attached"),
@@ -274,6 +311,7 @@ class WorkService:
         self._table.rename(job, request.key)
         job.deadline = request.deadline
         job.body = body
+        job.proof = proof
         job.fed = 0
         job.final_fed = False
         job.asker_done = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -14,6 +13,7 @@ from kakeya_zmq.blocks import Chain, Part, checkpoint_parts, needed_parts
 from kakeya_zmq.compat import chain_hashes
 from kakeya_zmq.engine import ModelFacts, TokenArray
 from kakeya_zmq.protocol.effects import LaneId, RequestArrived, RequestKey, Ticket
+from kakeya_zmq.protocol.work_door import Submission
 from kakeya_zmq.protocol.work_history import JobState
 from kakeya_zmq.store import ReservationId
 from wire.errors import FailureCode, RequestFailed
@@ -61,6 +61,8 @@ class Job:
     node_id: NodeId
     tenant: str
     body: SubmitJob
+    proof: bytes
+    """Answers the present request: the worker could open it."""
     content_digest: bytes
     tokens: TokenArray
     chain: Chain
@@ -136,22 +138,15 @@ class Job:
         self.fed = 0
 
 
-def content_digest(body: SubmitJob) -> bytes:
-    """What must be equal for a used job id to mean the same job; how the parts travel may differ."""
-    return hashlib.sha256(body.fingerprint + body.have_tokens.to_bytes(8, "little") + body.tokens).digest()
-
-
-def check_submission(body: SubmitJob, facts: ModelFacts, fingerprint: bytes, settings: WorkSettings) -> TokenArray:
+def check_submission(body: SubmitJob, packed_tokens: bytes, facts: ModelFacts, settings: WorkSettings) -> TokenArray:
     """The job's tokens, int32, shape (N,), N >= 2.
 
     Raises:
-        RequestFailed: FAILED_PRECONDITION for another fingerprint, INVALID_ARGUMENT for anything that can never be served.
+        RequestFailed: INVALID_ARGUMENT for anything that can never be served.
     """
-    if body.fingerprint != fingerprint:
-        raise RequestFailed(FailureCode.FAILED_PRECONDITION, "this worker serves another model or tenant")
-    if len(body.tokens) % TOKEN_BYTES:
+    if len(packed_tokens) % TOKEN_BYTES:
         raise RequestFailed(FailureCode.INVALID_ARGUMENT, "tokens must be packed 32-bit integers")
-    tokens = np.frombuffer(body.tokens, dtype="<i4").astype(np.int32, copy=False)
+    tokens = np.frombuffer(packed_tokens, dtype="<i4").astype(np.int32, copy=False)
     limit = min(settings.max_prompt_tokens, facts.max_context_tokens)
     problem = ""
     if len(tokens) < 2:
@@ -172,6 +167,7 @@ def check_submission(body: SubmitJob, facts: ModelFacts, fingerprint: bytes, set
 def make_job(
     request: RequestArrived,
     body: SubmitJob,
+    submission: Submission,
     tokens: TokenArray,
     *,
     facts: ModelFacts,
@@ -191,7 +187,8 @@ def make_job(
         node_id=request.node_id,
         tenant=facts.compatibility.tenant_namespace,
         body=body,
-        content_digest=content_digest(body),
+        proof=submission.proof,
+        content_digest=submission.content_digest,
         tokens=tokens,
         chain=chain,
         needed=needed,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from kakeya_zmq.protocol.effects import LaneId, RequestKey
 from kakeya_zmq.protocol.work_history import JobHistory, JobState, JobView
-from kakeya_zmq.protocol.work_job import Job, JobPhase, WorkSettings, content_digest
+from kakeya_zmq.protocol.work_job import Job, JobPhase, WorkSettings
 from kakeya_zmq.protocol.work_queue import FairQueue
 from kakeya_zmq.protocol.work_views import view_of, views_of
 from wire.errors import FailureCode, RequestFailed
@@ -72,7 +72,8 @@ class JobTable:
             order = self.in_order()
             ahead = [*([self.running] if self.running else []), *order[: order.index(job)]]
         tokens = sum(other.remaining_tokens for other in ahead)
-        return JobAccepted(queued_jobs=len(ahead), queued_tokens=tokens, eta_ms=int(tokens / tokens_per_second * 1000))
+        eta_ms = int(tokens / tokens_per_second * 1000)
+        return JobAccepted(proof=job.proof, queued_jobs=len(ahead), queued_tokens=tokens, eta_ms=eta_ms)
 
     def views(self, now: float, tokens_per_second: float) -> tuple[JobView, ...]:
         """Those that ended within the TTL (oldest ending first), the ones under way, then the queue in its order."""
@@ -81,7 +82,7 @@ class JobTable:
 
     # --- moving them -------------------------------------------------------------------------------------------------
 
-    def find_same(self, asker: NodeId, body: SubmitJob, now: float) -> Job | None:
+    def find_same(self, asker: NodeId, body: SubmitJob, content_digest: bytes, now: float) -> Job | None:
         """The job that is meant by this submission and has not ended; None when there is room for a new one.
 
         Raises:
@@ -91,7 +92,7 @@ class JobTable:
         known = next((job for job in of_asker if job.body.job_id == body.job_id), None)
         ended = self._history.find(asker, body.job_id.hex(), now)
         for same_id in (known, ended):
-            if same_id is not None and same_id.content_digest != content_digest(body):
+            if same_id is not None and same_id.content_digest != content_digest:
                 raise RequestFailed(FailureCode.INVALID_ARGUMENT, "this job id is in use for another prompt")
         settings = self._settings
         if known is None and len(self.active()) >= settings.max_jobs:

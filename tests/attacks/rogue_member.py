@@ -9,7 +9,6 @@ from typing import Any, Final, Self
 
 import msgpack
 import zmq
-from nacl import bindings
 
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
@@ -31,6 +30,7 @@ class RogueMember:
     Args:
         answer: what it says to a request.
         events: (topic, payload), published again and again.
+        frames: made of the telemetry group's key and published as they are, again and again.
         software: what its WELCOME says.
     """
 
@@ -41,6 +41,7 @@ class RogueMember:
         answer: Answer,
         *,
         events: tuple[tuple[int, Any], ...] = (),
+        frames: Callable[[bytes], list[list[bytes]]] = lambda group_key: [],
         software: str = "independent",
         roles: tuple[str, ...] = ("primary", "cache"),
     ) -> None:
@@ -48,6 +49,7 @@ class RogueMember:
         self._psk = psk
         self._answer = answer
         self._events = events
+        self._frames = frames
         self._software = software
         self._roles = roles
         self._sessions: dict[bytes, wire.Session] = {}
@@ -91,6 +93,8 @@ class RogueMember:
                 bus.recv_multipart()
             for topic, payload in self._events:
                 bus.send_multipart(self._published(topic, payload))
+            for message in self._frames(self._bus_key):
+                bus.send_multipart(message)
 
     def _reply(self, header: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
         kind, _, session_id, _ = wire.unpack_header(header)
@@ -104,8 +108,11 @@ class RogueMember:
             return [session.seal([8])]
         if envelope[0] != 1:
             return []
-        kind, *said = self._answer(envelope[3])
-        return [session.seal([kind, envelope[1], *said])]
+        return [session.seal([kind, envelope[1], *said]) for kind, *said in self._says(envelope[3])]
+
+    def _says(self, body: list[Any]) -> list[list[Any]]:
+        """Everything it says to one request, in order."""
+        return [self._answer(body)]
 
     def _welcome(self, header: bytes, body: bytes) -> tuple[bytes, bytes]:
         hello = wire.read_hello(self._psk, header, body)
@@ -131,8 +138,4 @@ class RogueMember:
 
     def _published(self, topic: int, payload: Any) -> list[bytes]:
         self._sequence += 1
-        name = self.who.node_id.encode()
-        header = wire.BUS_HEADER.pack(b"KB", 1, topic, len(name), 1, self._sequence) + name
-        key = wire.blake2b(header, 32, key=self._bus_key, person="kakeya-bus-v1")
-        nonce = wire.os.urandom(24)
-        return [bytes([topic]), header, nonce + bindings.crypto_secretbox(msgpack.packb(payload), nonce, key)]
+        return wire.seal_bus_message(self._bus_key, self.who, topic, 1, self._sequence, msgpack.packb(payload))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import msgpack
@@ -179,6 +180,23 @@ def test_a_hello_that_is_redirected_opens_nothing(siege: Siege, other: Siege) ->
         assert wire.read_welcome(siege.psk, hello, *proper)[0] == "target"
         assert wire.read_welcome(siege.psk, hello, *answer)[0] == "other"
         assert secret
+
+
+def test_hellos_that_are_sent_again_spend_nothing_of_their_author(siege: Siege) -> None:
+    """Hundreds of proper HELLOs of a node, sent by somebody else: its sessions stay, and it may begin new ones."""
+    author, connections, each = Identity.new("has-said-hello-elsewhere"), 40, 8
+    with siege.client() as client:
+        session = client.join(author)
+        assert client.ask(session, GET_STATUS)[0] == 4
+        with contextlib.ExitStack() as stack:
+            for thief in [stack.enter_context(siege.client()) for _ in range(connections)]:
+                for _ in range(each):
+                    thief.send(*thief.hello(author)[0])
+                answers = [thief.receive() for _ in range(each)]
+                assert all(frames is not None for frames in answers), "nobody can tell them from the author's own"
+            assert client.ask(session, GET_STATUS, number=2)[0] == 4
+            with siege.client() as again:
+                assert again.ask(again.join(author, incarnation=2), GET_STATUS)[0] == 4
 
 
 # --- form ------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
@@ -14,17 +16,19 @@ from daemons.node import NOT_READ
 from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNPROVEN
 from kakeya_zmq.protocol.identities import OTHER_KEY, TOO_MANY_NEW
 from kakeya_zmq.protocol.session_server import SESSIONS_PER_KEY_MAX
-from tests.attacks.kit import MEMORY_MAX, Honest, RawClient, Siege, repeat
+from tests.attacks.kit import GET_STATUS, MEMORY_MAX, Honest, RawClient, Siege, repeat
+from tests.attacks.test_bulk import PUBLISH
 from tests.attacks.test_cards import card_of, known_to, tell
 from tests.attacks.test_revoked import EXCHANGE
 from tests.attacks.test_tenants import compatibility
 from tests.fleet_rig import Fleet, kept_fleet, resident_bytes, wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
-from wire.limits import ANSWER_BYTES_MAX, CARD_BYTES_MAX
+from wire.limits import ANSWER_BYTES_MAX, CARD_BYTES_MAX, STATUS_BYTES_MAX
 
 CONNECTIONS_MAX = 64
 LARGE_CARDS = 40
+CANCEL = 3
 ATTACK_S = 8.0
 
 
@@ -128,6 +132,8 @@ def test_a_member_that_asks_for_long_answers_and_never_reads(
             reply = client.ask(session, [EXCHANGE, [], [], b""], number=LARGE_CARDS + 1)
             assert sum(map(len, reply[2][1])) <= ANSWER_BYTES_MAX
             assert reply[2][4], "there are more"
+            status = client.ask(session, GET_STATUS, number=LARGE_CARDS + 2)
+            assert len(msgpack.packb(status[2])) <= STATUS_BYTES_MAX
         greedy = Identity.new("greedy")
         deaf = [stack.enter_context(talker.client(deaf=True)) for _ in range(SESSIONS_PER_KEY_MAX)]
         sessions = [each.join(Identity(f"greedy-{number}", greedy.signing)) for number, each in enumerate(deaf)]
@@ -147,3 +153,35 @@ def test_a_member_that_asks_for_long_answers_and_never_reads(
         assert honest.failures == []
         assert grown < MEMORY_MAX, f"memory grew by {grown / 2**20:.1f} MiB"
         assert talker.refusals()[NOT_READ] > 0
+
+
+def offer_of(store_bytes: int, sixteenths: int) -> list[Any]:
+    """An offer of so many parts, each a sixteenth of the store, which nobody need have."""
+    namespace, parent, metas = wire.os.urandom(32), bytes(32), []
+    for number in range(sixteenths):
+        name = wire.os.urandom(32)
+        metas.append([name, parent, 0, number * 64, 64, store_bytes // 16, bytes(32), bytes(8)])
+        parent = name
+    return [PUBLISH, namespace, metas, [1], 1 << 20]
+
+
+def granted(client: RawClient, session: wire.Session, body: list[Any], number: int) -> int:
+    """Of how many offered parts the node says that they may come."""
+    envelope = client.ask(session, body, number=number, deadline_ms=60_000)
+    assert envelope[0] == 5, envelope
+    return sum(byte.bit_count() for byte in envelope[2][1])
+
+
+def test_a_member_whose_offers_never_come_keeps_a_quarter_of_the_store_from_others_at_most(siege: Siege) -> None:
+    store_bytes = int(siege.status().sections["cache"]["max_bytes"] or 0)
+    with siege.client() as liar, siege.client() as honest:
+        promises = liar.join(Identity.new("promises"), roles=("cache",))
+        assert granted(liar, promises, offer_of(store_bytes, 16), 1) == 16
+        for number in range(2, 6):
+            liar.send(*promises.seal([1, number, 60_000, offer_of(store_bytes, 16)]))
+        session = honest.join(Identity.new("keeps"), roles=("cache",))
+        assert granted(honest, session, offer_of(store_bytes, 16), 1) >= 12
+        for number in range(1, 6):
+            liar.send(*promises.seal([CANCEL, number]))
+        honest.send(*session.seal([CANCEL, 1]))
+        wait_until(lambda: siege.status().sections["node"]["open_lane_threads"] == 0, "the lanes are closed")

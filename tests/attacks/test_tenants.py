@@ -21,8 +21,8 @@ from kakeya_zmq.roster import (
     OTHER_KEY_LISTED,
     ROLE_NOT_LISTED,
 )
+from tests.attacks.impostor import LOOKUP, SUBMIT, Claims
 from tests.attacks.kit import RawClient, Siege
-from tests.attacks.rogue_member import FAILURE, RogueMember
 from tests.attacks.test_bulk import (
     CHUNK,
     CREDIT,
@@ -42,8 +42,7 @@ from tests.fleet_rig import Fleet, answer, kept_fleet, model_folder, prompt, wai
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
 
-NOT_FOUND, PERMISSION_DENIED, UNIMPLEMENTED = 2, 3, 11
-LOOKUP, SUBMIT = 2, 6
+NOT_FOUND, PERMISSION_DENIED = 2, 3
 CREATE, GET_REQUESTS = [7, "", [], None, True, True, []], [13, 5]
 RED, BLUE, SMALL = Identity.new("red-node"), Identity.new("blue-node"), Identity.new("small-node")
 RED_TOO = Identity.new("second-red-node")
@@ -354,47 +353,6 @@ def test_a_session_does_not_exist_for_others(red_primary: Siege) -> None:
             session = again.join(RED, roles=("worker",), incarnation=2)
             assert again.ask(session, [11, session_id])[2][1] == 0
             assert again.ask(session, [10, session_id], number=2)[0] == 4
-
-
-class Claims(RogueMember):
-    """A node that offers what the primary's own workers and caches offer, and remembers what it was asked."""
-
-    def __init__(self, psk: bytes, who: Identity) -> None:
-        self.asked: list[int] = []
-        super().__init__(psk, who, self._fail, roles=("worker", "cache"))
-
-    def _fail(self, body: list[Any]) -> list[Any]:
-        self.asked.append(body[0])
-        return [FAILURE, UNIMPLEMENTED, "no"]
-
-    def join(self, primary: Siege) -> None:
-        """Copy what it takes from the primary's card and status, and have the primary take a card with it."""
-        with primary.client() as client:
-            session = client.join(self.who, roles=("worker", "cache"))
-            of_primary = client.ask(session, [EXCHANGE, [], [], b"", [], b""])[2][1]
-            model = next(fields for fields in map(wire.read_card, of_primary) if fields[0] == "primary")[10][0]
-            namespace, values = model[4], dict(model[6])
-            fields = wire.read_card(card_of(self.who, incarnation=1))
-            fields[4], fields[8], fields[9] = (
-                ["worker", "cache"],
-                [[self.address, "lan", 50, wire.key_id(self._psk)]],
-                self.bus_port,
-            )
-            fields[11] = [10**6, 10**9, 1000, 1, 0.0, 0, 0, 0, 0, [namespace], [[namespace, 10**6]]]
-            values["tenant_key_id"] = primary.status().sections["compatibility"]["tenant_key_id"]
-            fields[12] = [namespace, values, 4, 0, 0, 0, 0.0, 1e6, 2**33, True]
-            tell(client, session, 2, wire.sign_card(self.who.signing, fields))
-        wait_until(lambda: connected(primary) >= {self.who.node_id}, "the primary is connected to it")
-
-    def was_asked(self) -> set[int]:
-        """Kinds of requests, but for exchanges of cards."""
-        return set(self.asked) - {EXCHANGE}
-
-
-def connected(primary: Siege) -> set[str]:
-    """Names of nodes that it is connected to and whose card it has."""
-    rows = primary.status().peers
-    return {str(row["node_id"]) for row in rows if row["state"] == "up" and row.get("card_age_ms") is not None}
 
 
 def test_a_primary_asks_no_node_of_another_tenant(

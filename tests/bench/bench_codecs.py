@@ -65,8 +65,9 @@ def real_parts(model_folder: Path, tokens: int) -> list[Sample]:
     """The float32 parts of the demo prompt's first tokens."""
     from kakeya_zmq.demo.document import demo_prompt
     from kakeya_zmq.engine import OpenSession, Prefill, SegmentComputed
-    from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+    from kakeya_zmq.model.layout import CacheLayout
     from kakeya_zmq.model.loader import load_engine
+    from kakeya_zmq.model.policy import CachePolicy
     from kakeya_zmq.text import TextCodec
 
     engine = load_engine(model_folder, blas_threads=1)

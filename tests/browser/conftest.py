@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,7 @@ from kakeya_zmq.io.sockets import Address
 from tests.browser.browser_kit import Browser, open_browser
 from tests.dashboard.test_dashboard_process import Process, dashboard
 from tests.dashboard.web_kit import Web
-from tests.fleet_rig import KEPT_PROCESSES, Fleet, ask, kept_fleet, model_folder, prompt, wait_until
+from tests.fleet_rig import Fleet, ask, kept_fleet, kept_processes, prompt, wait_until
 from wire.keys import write_secret_file
 
 KEY: Final = "0123456789abcdef" * 3
@@ -40,14 +40,14 @@ class WatchedFleet:
 
 
 @pytest.fixture(scope="module")
-def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedFleet]:
+def watched(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WatchedFleet]:
     home = tmp_path_factory.mktemp("user") / ".kakeya"
     home.mkdir(mode=0o700)
-    with kept_fleet(request, model_folder(tmp_path_factory), home) as fleet:
+    with kept_fleet(request, model, home) as fleet:
         fleet.start("primary", "worker", "cache", primary=FLEET_FLAGS, worker=FLEET_FLAGS, cache=FLEET_FLAGS)
         write_secret_file(home / "network_api_key", KEY.encode())
         with dashboard(fleet.environment, tmp_path_factory.mktemp("dashboard")) as web:
-            request.session.stash[KEPT_PROCESSES].add(web.process.pid)
+            kept_processes(request).add(web.process.pid)
             wait_until(lambda: list(web.node_states().values()) == ["online"] * 3, "all nodes are online")
             yield WatchedFleet(fleet, web)
 
@@ -55,11 +55,8 @@ def watched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[Web]:
     """A served dashboard with an API key that knows nothing yet."""
-    made = Web(tmp_path)
-    try:
+    with closing(Web(tmp_path)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -13,18 +14,12 @@ from tests.dashboard.web_kit import Web
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[Web]:
     """A served dashboard with an API key and an empty state."""
-    made = Web(tmp_path)
-    try:
+    with closing(Web(tmp_path)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
 def keyless(tmp_path: Path) -> Iterator[Web]:
     """A served dashboard without an API key."""
-    made = Web(tmp_path, api_key="")
-    try:
+    with closing(Web(tmp_path, api_key="")) as made:
         yield made
-    finally:
-        made.close()

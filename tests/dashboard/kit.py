@@ -15,7 +15,7 @@ _sequence = itertools.count(1)
 
 def message(event: Event, node_id: str = "primary", incarnation: int = 1) -> BusMessage:
     """The event as the subscriber hands it on."""
-    return BusMessage(NodeId(node_id), TOPIC_OF[type(event)], incarnation, next(_sequence), encode_event(event))
+    return BusMessage(NodeId(node_id), TOPIC_OF[type(event)], incarnation, next(_sequence), encode_event(event), bytes(32))
 
 
 def snapshot(**changes: Any) -> NodeSnapshot:

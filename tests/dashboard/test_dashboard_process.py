@@ -21,7 +21,7 @@ import pytest
 
 from kakeya_zmq.io.sockets import Address, parse_address
 from tests.dashboard.web_kit import Answer, EventStream, call
-from tests.fleet_rig import PROJECT, Fleet, ask, clean_environment, kept_fleet, model_folder, prompt, wait_until
+from tests.fleet_rig import PROJECT, Fleet, ask, clean_environment, kept_fleet, prompt, wait_until
 from wire.keys import FleetKey, write_secret_file
 
 KEY = "0123456789abcdef" * 3
@@ -86,11 +86,11 @@ def dashboard(environment: dict[str, str], folder: Path, *flags: str, bind: str 
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     # A home of its own in a home folder of its own, so that the runbook's "~/.kakeya" is this fleet's.
     home = tmp_path_factory.mktemp("user") / ".kakeya"
     home.mkdir(mode=0o700)
-    with kept_fleet(request, model_folder(tmp_path_factory), home) as made:
+    with kept_fleet(request, model, home) as made:
         made.environment = {**made.environment, "HOME": str(home.parent)}
         flags = ("--telemetry-interval-s", "0.3", "--ttl-seconds", str(TTL_S))
         made.start("primary", "worker", "cache", primary=flags, worker=flags, cache=flags)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +37,11 @@ class Teller:
             self._reactor,
             bind=Address("127.0.0.1", port),
             local=LocalNode(
-                node_id=name, identity=NodeIdentity.generate(), roles=("test",), incarnation=incarnation, software="test"
+                node_id=name,
+                identity=NodeIdentity(hashlib.sha256(name.encode()).digest()),
+                roles=("test",),
+                incarnation=incarnation,
+                software="test",
             ),
             fleet_key=key,
             on_subscribed=self._subscribed,
@@ -105,6 +110,22 @@ def test_one_bus_leads_to_all_others(close_at_end: Keep) -> None:
     close_at_end(first)
     fleet = listening(close_at_end, addresses=[first.address])
     wait_until(lambda: names(fleet) == ["alpha", "beta"], "both nodes")
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.1", "2130706433", "0.0.0.0", "224.0.0.1"])
+def test_names_odd_forms_and_addresses_of_no_machine_that_a_node_tells_are_not_dialled(
+    close_at_end: Keep, host: str
+) -> None:
+    second = Teller("beta")
+    close_at_end(second)
+    told = PeerView(node_id="beta", bus_address=f"{host}:{second.address.port}")
+    first = Teller("alpha", peers=(told,))
+    close_at_end(first)
+    feed = BusFeed(LiveFleet(), KEY.telemetry_key(), addresses=[first.address])
+    close_at_end(feed)
+    feed.start()
+    wait_until(lambda: feed.figures().get("addresses_refused", 0) >= 2, "the address is refused, twice")
+    assert feed.figures()["addresses"] == 1
 
 
 def test_a_bus_that_goes_away_is_told_and_one_that_returns_is_heard_again(close_at_end: Keep) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dashboard.fleet_view import BusState, FleetView, NodeStatus, ViewLimits
+from dashboard.fleet_view import HERE, BusState, FleetView, NodeStatus, ViewLimits
 from dashboard.jobs import LOST
+from dashboard.ledger import CounterLedger, LedgerRow, ended
 from tests.dashboard.kit import message, snapshot, tell, worker_snapshot
 from wire.bus import BusMessage, Topic
 from wire.events import (
@@ -91,8 +92,8 @@ def test_peers_tell_where_other_buses_are_and_who_is_not_heard() -> None:
 
 def test_malformed_payloads_are_counted_and_dropped() -> None:
     view = FleetView()
-    view.on(BusMessage(NodeId("n"), Topic.NODE, 1, 1, b"\xc1"), 0.0)
-    view.on(BusMessage(NodeId("n"), Topic.CARD, 1, 1, b""), 0.0)
+    view.on(BusMessage(NodeId("n"), Topic.NODE, 1, 1, b"\xc1", bytes(32)), 0.0)
+    view.on(BusMessage(NodeId("n"), Topic.CARD, 1, 1, b"", bytes(32)), 0.0)
     assert view.counters["malformed"] == 2
     assert view.nodes(0.0) == []
 
@@ -271,3 +272,41 @@ def test_kinds_of_security_events_are_bounded(kinds: int) -> None:
         view.on(message(SecurityEvent(kind=f"kind {number}")), 0.0)
     assert len(view.security_counts) <= 65
     assert sum(view.security_counts.values()) == kinds
+
+
+def test_what_is_refused_is_a_refusal_and_nothing_of_the_node() -> None:
+    view = FleetView()
+    view.refuse("alpha", "not signed with its key", 3, 1.0)
+    assert view.nodes(1.0) == []
+    assert view.last_message_at is None
+    (record,) = view.security.newest()
+    assert (record.node_id, record.event.subject, record.event.count) == (HERE, "alpha", 3)
+    assert view.counters["refused"] == view.security_counts["telemetry_refused"] == 3
+    _, buckets = view.series(1.0)
+    assert buckets[-1].figures["refusals"] == 3
+
+
+def test_a_name_that_another_key_stands_for_begins_anew_with_any_incarnation() -> None:
+    """Whoever took a name first may have told the highest incarnation there is: forgotten, it keeps nobody out."""
+    view = FleetView()
+    highest = 2**64 - 1
+    tell(view, snapshot(sections={"prefill": {"tokens_reused": 5}}), 0.0, "alpha", highest)
+    tell(view, JobEvent(job_id="j", state="running", tokens_total=9), 0.0, "alpha", highest)
+    view.forget("alpha", 1.0)
+    assert view.nodes(1.0) == []
+    assert [entry.event.state for entry in view.jobs.ended()] == ["lost"]
+    tell(view, snapshot(sections={"prefill": {"tokens_reused": 3}}), 2.0, "alpha", 7)
+    (node,) = view.nodes(2.0)
+    assert (node.incarnation, node.restarts) == (7, 0)
+    assert view.totals()["prefill.tokens_reused"] == 8  # sums never go backwards
+    tell(view, snapshot(sections={"prefill": {"tokens_reused": 4}}), 3.0, "alpha", 7)
+    assert view.totals()["prefill.tokens_reused"] == 9
+
+
+def test_a_kept_row_of_a_name_nobody_knows_the_key_of_any_more_lets_any_incarnation_follow() -> None:
+    ledger = CounterLedger()
+    ledger.restore([ended(LedgerRow("alpha", 2**64 - 1, {"n": 1}, {"n": 4}))])
+    assert ledger.totals() == {"n": 5}
+    ledger.observe("alpha", 3, {"n": 2})
+    assert ledger.totals() == {"n": 7}
+    assert [row.incarnation for row in ledger.rows()] == [3]

@@ -177,5 +177,5 @@ def test_any_stream_of_events_leaves_a_bounded_and_consistent_view(
 @given(st.sampled_from(list(Topic)), st.binary(max_size=64))
 def test_any_payload_is_taken_or_counted_as_malformed(topic: Topic, payload: bytes) -> None:
     view = FleetView()
-    view.on(BusMessage(NodeId("n"), topic, 1, 1, payload), 0.0)
+    view.on(BusMessage(NodeId("n"), topic, 1, 1, payload, bytes(32)), 0.0)
     assert view.counters["malformed"] in (0, 1)

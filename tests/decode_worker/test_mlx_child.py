@@ -47,14 +47,9 @@ IMPORTED = 64
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return fleet_rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def local(folder: Path) -> Engine:
+def local(model: Path) -> Engine:
     """The same model in this process."""
-    return load_engine(folder, blas_threads=1, block_tokens=16, segment_tokens=32)
+    return load_engine(model, blas_threads=1, block_tokens=16, segment_tokens=32)
 
 
 @pytest.fixture
@@ -63,8 +58,8 @@ def boundaries() -> Boundaries:
 
 
 @pytest.fixture
-def child(folder: Path, boundaries: Boundaries) -> Iterator[DecodeWorkerEngine]:
-    with worker(tiny_model_settings(folder), boundaries) as engine:
+def child(model: Path, boundaries: Boundaries) -> Iterator[DecodeWorkerEngine]:
+    with worker(tiny_model_settings(model), boundaries) as engine:
         yield engine
 
 
@@ -111,10 +106,10 @@ def test_a_kill_at_every_message_of_a_whole_life_changes_nothing(
     ids=lambda changes: "-".join(changes.values()) or "as it is",
 )
 def test_a_kill_in_prefill_decode_and_capture_with_each_storage(
-    folder: Path, local: Engine, boundaries: Boundaries, changes: dict[str, str]
+    model: Path, local: Engine, boundaries: Boundaries, changes: dict[str, str]
 ) -> None:
     """Parts that a codec packs lose something: a session is made again from what it was made of, not from its own export."""
-    with worker(tiny_model_settings(folder, **changes), boundaries) as engine:
+    with worker(tiny_model_settings(model, **changes), boundaries) as engine:
         parts = exported(engine, PROMPT[:IMPORTED])
         commands = life("s", PROMPT, parts, 4, SAMPLED)
         boundaries.arm(-1, lambda: None)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,7 +17,7 @@ import pytest
 
 from kakeya_zmq.client import Session
 from kakeya_zmq.decode_worker.values import WorkerFigures
-from tests.fleet_rig import PROJECT, Fleet, Node, Reference, model_folder, prompt, run_kakeya, wait_until
+from tests.fleet_rig import PROJECT, Fleet, Node, Reference, prompt, run_kakeya, wait_until
 
 GONE_S = 20.0
 LONG = 150
@@ -49,8 +50,8 @@ def test_a_child_ends_when_its_parent_is_killed(what: str) -> None:
 
 
 @pytest.fixture
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(model_folder(tmp_path_factory), tmp_path_factory.mktemp("home")) as running:
+def fleet(model: Path, tmp_path: Path) -> Iterator[Fleet]:
+    with Fleet(model, tmp_path) as running:
         running.start("primary", primary=("--decode-worker", "1", "--decode-worker-timeout-s", "6"))
         yield running
 

@@ -23,7 +23,10 @@ from daemons.doctor.network_findings import judge_nodes, judge_reach
 from daemons.doctor.services import judge_unit
 from daemons.doctor.software import judge_packages, judge_python
 from daemons.doctor.starting import is_writable, judge_levels
-from tests.fleet_rig import PROJECT, Fleet, kept_fleet, model_folder, run_kakeya, wait_until
+from deploy.render_service import render
+from tests.deploy.service_rig import DEPLOY
+from tests.fleet_rig import PROJECT, Fleet, run_kakeya, wait_until
+from tests.proxy import free_port
 from wire.keys import FleetKey, write_secret_file
 from wire.limits import GIB
 
@@ -53,12 +56,6 @@ class Doctor:
         return matching[0]
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
 def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
     for name in [name for name in os.environ if name.startswith("KAKEYA_")]:
@@ -69,7 +66,7 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setenv("KAKEYA_LAUNCH_AGENTS", str(tmp_path / "agents"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     # The usual ports may be taken by whatever else runs on this machine.
-    ports = {role: _free_port() for role in ("primary", "worker", "cache")}
+    ports = {role: free_port() for role in ("primary", "worker", "cache")}
     lines = [f'[{role}]\nbind = "127.0.0.1:{port}"\ncache_gb = 0.5\n' for role, port in ports.items()]
     (home / "kakeya.toml").write_text("\n".join(lines))
     write_secret_file(home / "fleet.psk", FleetKey.generate())
@@ -115,6 +112,97 @@ def test_a_folder_of_keys_that_others_may_write_to(doctor: Doctor) -> None:
 def test_a_misspelt_setting(doctor: Doctor) -> None:
     (doctor.home / "kakeya.toml").write_text("cache_bg = 1.0\n")
     assert "cache_gb" in doctor.one("unknown setting 'cache_bg'")["remedy"]
+
+
+def test_a_misspelt_variable(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_CACHE_BG", "1")
+    found = doctor.one("KAKEYA_CACHE_BG is not known")
+    assert (found["level"], found["subject"]) == ("warning", "settings")
+    assert "KAKEYA_CACHE_GB" in found["remedy"]
+    done = run_kakeya(
+        "cache", "--bind", "192.0.2.1:1", home=doctor.home, environment={"KAKEYA_CACHE_BG": "1", "KAKEYA_WORKER_MODEL": "/m"}
+    )
+    warnings = [line for line in done.stderr.splitlines() if "not known" in line]
+    assert len(warnings) == 1, "the daemon says so at its start"
+    assert "KAKEYA_CACHE_BG is not known and has no effect: did you mean KAKEYA_CACHE_GB?" in warnings[0]
+    done = run_kakeya("dashboard", "--bind", "192.0.2.1:1", home=doctor.home, environment={"KAKEYA_DASHBOARD_BUSS": "a:1"})
+    assert "KAKEYA_DASHBOARD_BUSS is not known and has no effect: did you mean KAKEYA_DASHBOARD_BUS?" in done.stderr
+    shown = run_kakeya("config", "show", "--role", "cache", home=doctor.home, environment={"KAKEYA_CACHE_BG": "1"})
+    assert "KAKEYA_CACHE_BG is not known" in shown.stdout
+
+
+# Service definitions: what they say wins over kakeya.toml.
+
+
+def _install(doctor: Doctor, name: str, **variables: str) -> None:
+    """Put a service's definition where it belongs, as the install script would."""
+    template = DEPLOY / ("launchd" if name.startswith("ai.") else "systemd") / name
+    folder = doctor.home.parent / ("agents" if name.startswith("ai.") else "config/systemd/user")
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {
+        "HOME": str(doctor.home.parent),
+        "KAKEYA_HOME": str(doctor.home),
+        "KAKEYA_WORKER_COMMAND": "/opt/ka keya/bin/kakeya",
+        "KAKEYA_WORKER_NODE_ID": "w",
+        "KAKEYA_WORKER_MODEL": str(doctor.home / "model"),
+        "KAKEYA_WORKER_ADVERTISE": "192.0.2.21:53051",
+    }
+    (folder / name).write_bytes(render(template, {**given, **variables}))
+
+
+@pytest.mark.parametrize("name", ["ai.kakeya.prefill-worker.plist", "kakeya-worker.service"])
+def test_a_definition_that_says_otherwise_than_the_file(doctor: Doctor, name: str) -> None:
+    _install(doctor, name, KAKEYA_WORKER_CACHE_GB="8", KAKEYA_WORKER_NETWORK="thunderbolt")
+    (doctor.home / "kakeya.toml").write_text('[worker]\ncache_gb = 16\nnetwork = "thunderbolt"\nwindow = 512\n')
+    found = doctor.one("runs with --cache-gb 8.0, and the configuration file says 16.0")
+    assert (found["level"], found["subject"]) == ("warning", "services")
+    assert "take cache_gb out of" in found["remedy"]
+    rows = [row for row in doctor.findings() if "the configuration file says" in row["text"]]
+    assert len(rows) == 1, "only what differs"
+    done = run_kakeya("config", "show", "--role", "worker", "--json", home=doctor.home, environment=_places(doctor))
+    assert done.returncode == 0, done.stderr
+    (service,) = json.loads(done.stdout.splitlines()[-1])["services"].values()
+    settings = service["settings"]
+    assert {key: (settings[key]["value"], settings[key]["from"]) for key in ("cache_gb", "window", "bind", "drain_s")} == {
+        "cache_gb": (8.0, "service definition"),
+        "window": (512, "file"),
+        "bind": ("0.0.0.0:53051", "service default"),
+        "drain_s": (20.0, "default"),
+    }
+    assert "wins over cache_gb = 16.0" in done.stderr
+
+
+def _places(doctor: Doctor) -> dict[str, str]:
+    return {
+        "KAKEYA_LAUNCH_AGENTS": str(doctor.home.parent / "agents"),
+        "XDG_CONFIG_HOME": str(doctor.home.parent / "config"),
+    }
+
+
+def test_a_definition_that_its_daemon_would_refuse(doctor: Doctor) -> None:
+    _install(doctor, "kakeya-worker.service", KAKEYA_WORKER_CACHE_GB="much")
+    assert "--cache-gb" in doctor.one("kakeya-worker: --cache-gb is 'much'")["text"]
+    shown = run_kakeya("config", "show", "--role", "worker", home=doctor.home, environment=_places(doctor))
+    assert (shown.returncode, "warning: kakeya-worker: --cache-gb is 'much'" in shown.stdout) == (0, True)
+    (doctor.home.parent / "config" / "systemd" / "user" / "kakeya-worker.service").write_text("[Service]\n")
+    assert "install" in doctor.one("cannot be read")["remedy"]
+
+
+def test_a_service_is_judged_by_what_it_runs_with(doctor: Doctor) -> None:
+    """And not by what its role would have in this shell: here its tenant, its model and its peer."""
+    _install(doctor, "kakeya-worker.service", KAKEYA_TENANT_ID="private-fleet", KAKEYA_WORKER_PEER="127.0.0.1:1")
+    found = doctor.findings()
+    texts = [row["text"] for row in found]
+    assert any("of kakeya-worker, as it is installed" in text for text in texts)
+    assert "there is no key of the tenant private-fleet here" in texts
+    assert any(row["subject"] == "model" and str(doctor.home / "model") in row["text"] for row in found), found
+    assert "nothing listens at 127.0.0.1:1" in texts
+
+
+def test_notes_of_kakeya_up_that_are_damaged(doctor: Doctor) -> None:
+    (doctor.home / "run").mkdir()
+    (doctor.home / "run" / "fleet.json").write_text("{bad")
+    assert "kakeya down" in doctor.one("fleet.json cannot be used")["remedy"]
 
 
 def test_a_taken_port_and_who_has_it(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +360,7 @@ def test_an_agent_that_is_not_loaded_or_died(doctor: Doctor, tmp_path: Path, mon
 
 
 def test_a_node_that_is_not_there(doctor: Doctor) -> None:
-    assert "start the node" in doctor.one("nothing listens", "--address", f"127.0.0.1:{_free_port()}")["remedy"]
+    assert "start the node" in doctor.one("nothing listens", "--address", f"127.0.0.1:{free_port()}")["remedy"]
 
 
 def test_something_else_listens_there(doctor: Doctor) -> None:
@@ -283,15 +371,14 @@ def test_something_else_listens_there(doctor: Doctor) -> None:
 
 
 @pytest.fixture(scope="module")
-def sick_fleet(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def sick_fleet(empty_fleet: Fleet) -> Fleet:
     """A primary, and a worker whose cache policy differs and whose memory is said to be full."""
     levels = ("--memory-warning-gb", "0.01", "--memory-drain-gb", "0.01", "--memory-unhealthy-gb", "100")
     flags = ("--kv-policy", "sink-window", "--window", "128", "--memory-poll-s", "0.2", *levels)
-    with kept_fleet(request, model_folder(tmp_path_factory), tmp_path_factory.mktemp("sick")) as fleet:
-        fleet.start("primary", "worker", worker=flags)
-        with fleet["worker"].client() as client:
-            wait_until(lambda: client.status().sections["memory"]["level"] == "drain", "the worker is short of memory")
-        yield fleet
+    empty_fleet.start("primary", "worker", worker=flags)
+    with empty_fleet["worker"].client() as client:
+        wait_until(lambda: client.status().sections["memory"]["level"] == "drain", "the worker is short of memory")
+    return empty_fleet
 
 
 def _asked(doctor: Doctor, fleet: Fleet) -> list[dict[str, str]]:

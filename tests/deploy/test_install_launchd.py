@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import plistlib
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from daemons.service_definitions import read_definition
 from tests.deploy.service_rig import DEPLOY, Home, make_home
 
 SCRIPTS = {
@@ -131,6 +133,7 @@ def test_a_missing_or_open_key_is_refused(home: Home) -> None:
     [
         ("KAKEYA_WORKER_CACHE_GB", "much"),
         ("KAKEYA_WORKER_ADVERTISE", "no-port"),
+        ("KAKEYA_WORKER_ADVERTISE", "0.0.0.0:53051"),
         ("KAKEYA_WORKER_ADAPTIVE_CACHE", "perhaps"),
         ("KAKEYA_WORKER_PEER", "a\nb"),
         ("KAKEYA_CACHE_COMPRESSION", "lzma"),
@@ -181,6 +184,65 @@ def test_the_runbook_values_work_as_written(home: Home) -> None:
     }.items():
         assert arguments[arguments.index(flag) + 1] == value
     assert "--adaptive-cache" in arguments
+
+
+def test_what_the_installer_is_not_told_is_left_to_the_file(home: Home) -> None:
+    """Editing kakeya.toml and restarting changes what a service does, without installing it again."""
+    toml = home.home / ".kakeya" / "kakeya.toml"
+    toml.write_text("cache_gb = 5\n[worker]\ncache_gb = 6\nwindow = 1024\n", encoding="utf-8")
+    done = home.run(WORKER)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    service = read_definition(home.agents / f"{LABEL}.plist")
+    assert set(service.flags) == {"node_id", "advertise", "model"}
+    settings = service.settings().settings
+    assert (settings.cache_gb, settings.window, settings.bind) == (6.0, 1024, "0.0.0.0:53051")
+    toml.write_text('[worker]\ncache_gb = 7\nbind = "192.0.2.21:53051"\n', encoding="utf-8")
+    settings = service.settings().settings
+    assert (settings.cache_gb, settings.window, settings.bind) == (7.0, 2048, "192.0.2.21:53051")
+
+
+def test_what_is_given_wins_over_the_file_and_is_told(home: Home) -> None:
+    toml = home.home / ".kakeya" / "kakeya.toml"
+    toml.write_text('[worker]\ncache_gb = 16\nnetwork = "lan"\n', encoding="utf-8")
+    done = home.run(WORKER, "--dry-run", KAKEYA_WORKER_CACHE_GB="8", KAKEYA_WORKER_NETWORK="lan")
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "warning" in line]
+    assert told == ["kakeya: warning: --cache-gb 8.0 wins over cache_gb = 16.0 in the configuration file"]
+
+
+def test_settings_are_checked_as_the_service_will_see_them(home: Home) -> None:
+    """Variables of the shell that installs do not reach the service, so they neither break nor mend it."""
+    assert home.run(WORKER, "--dry-run", KAKEYA_CACHE_GB="much").returncode == 0
+    (home.home / ".kakeya" / "kakeya.toml").write_text("cache_gb = 9999\n", encoding="utf-8")
+    assert home.run(WORKER, "--dry-run", KAKEYA_CACHE_GB="4").returncode == 2
+
+
+def test_a_fleet_key_that_the_file_names_is_the_one_that_counts(home: Home) -> None:
+    psk = home.home / ".kakeya" / "fleet.psk"
+    (home.home / "keys").mkdir(mode=0o700)
+    elsewhere = psk.rename(home.home / "keys" / "own.psk")
+    assert home.run(WORKER, "--dry-run").returncode == 2
+    toml = home.home / ".kakeya" / "kakeya.toml"
+    toml.write_text(f'fleet_psk_file = "{elsewhere}"\n', encoding="utf-8")
+    done = home.run(WORKER, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    elsewhere.chmod(0o644)
+    assert home.run(WORKER, "--dry-run").returncode == 2
+
+
+@pytest.mark.parametrize("prefix", ["KAKEYA_NETWORK", "KAKEYA_DASHBOARD"])
+def test_a_dashboard_for_other_machines_can_be_installed(home: Home, prefix: str) -> None:
+    where = {"KAKEYA_NETWORK_HTTP_HOST": "0.0.0.0"} if prefix == "KAKEYA_NETWORK" else {f"{prefix}_BIND": "0.0.0.0:8090"}
+    names = {f"{prefix}_ALLOW_HOST": "fleet.example, kakeya.example"}
+    done = home.run("install_prefill_network_launchd.sh", **where, **names)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    arguments = _arguments(home, "ai.kakeya.prefill-network")
+    assert arguments[arguments.index("--bind") + 1] == "0.0.0.0:8090"
+    assert arguments[arguments.index("--allow-host") + 1] == "fleet.example, kakeya.example"
+    refused = home.run("install_prefill_network_launchd.sh", **{f"{prefix}_ALLOW_HOST": "https://fleet.example/"})
+    assert (refused.returncode, "--allow-host NAME" in refused.stderr) == (2, True)
 
 
 def test_uninstall_removes_all_and_keeps_keys(home: Home) -> None:
@@ -273,6 +335,15 @@ def test_relative_paths_become_absolute(home: Home) -> None:
     assert document["WorkingDirectory"] == document["EnvironmentVariables"]["KAKEYA_HOME"] == str(home.home / ".kakeya")
     done = home.run("install_prefill_network_launchd.sh", "--dry-run", folder=home.home, KAKEYA_NETWORK_STATE="state.db")
     assert str(home.home / "state.db").replace("&", "&amp;") in done.stdout
+
+
+def test_awkward_paths_reach_the_daemon_as_they_are(home: Home) -> None:
+    awkward = home.home / """50% $HOME "q" 's' \\back;slash <&>"""
+    model = Path(shutil.copytree(home.environment["KAKEYA_WORKER_MODEL"], awkward / "model"))
+    done = home.run(WORKER, KAKEYA_WORKER_MODEL=str(model))
+    assert done.returncode == 0, done.stderr
+    arguments = _arguments(home, LABEL)
+    assert arguments[arguments.index("--model") + 1] == str(model)
 
 
 def test_without_home_it_is_told_or_not_needed(home: Home) -> None:

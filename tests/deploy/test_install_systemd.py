@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from daemons.service_definitions import read_unit
 from tests.deploy.service_rig import Home, make_home
 
 SCRIPT = "install_systemd.sh"
@@ -156,6 +159,21 @@ def test_without_home_it_is_told_or_not_needed(systemd: Systemd) -> None:
     done = systemd.home.run(SCRIPT, "worker", HOME="", **folders)
     assert done.returncode == 0, done.stderr
     assert systemd.unit("worker").exists()
+
+
+def test_awkward_paths_reach_the_daemon_as_they_are(systemd: Systemd) -> None:
+    awkward = systemd.home.home / """50% $HOME "q" 's' \\back;slash"""
+    model = Path(shutil.copytree(systemd.home.environment["KAKEYA_WORKER_MODEL"], awkward / "model"))
+    kakeya = Path(shutil.copytree(systemd.home.home / ".kakeya", awkward / "home"))
+    done = systemd.home.run(SCRIPT, "worker", KAKEYA_WORKER_MODEL=str(model), KAKEYA_HOME=str(kakeya))
+    assert done.returncode == 0, done.stderr
+    arguments, environment = read_unit(systemd.unit("worker").read_text(encoding="utf-8"))
+    assert arguments[arguments.index("--model") + 1] == str(model)
+    assert environment == {"KAKEYA_HOME": str(kakeya)}
+    checked = subprocess.run(
+        [*arguments, "--check-settings"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_variables_without_effect_are_told(systemd: Systemd) -> None:

@@ -17,7 +17,7 @@ import pytest
 from kakeya_zmq.client import Client
 from tests.deploy.hanging_primary import SLOW_LOAD_S, TOKENS_BEFORE_HANG
 from tests.deploy.slow_ending import ENDING
-from tests.fleet_rig import BLOCK_TOKENS, Fleet, figure, model_folder, prompt, run_kakeya, wait_until, worker_only
+from tests.fleet_rig import BLOCK_TOKENS, Fleet, figure, prompt, run_kakeya, wait_until, worker_only
 from wire.errors import FailureCode, RequestFailed
 
 LONG_ANSWER = 400
@@ -26,11 +26,6 @@ LONG_PROMPT = 6_000
 """Tokens: some seconds of a worker's time."""
 DRAINING = ("--drain-s", "60")
 SMALL_STEPS = ("--prefill-compute-chunk-tokens", "64")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_folder(tmp_path_factory)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from daemons import fleet
-from daemons.command import EXIT_BAD_INPUT, main
+from daemons.command import EXIT_BAD_INPUT, EXIT_OK, main
 from tests.fleet_rig import PROJECT, clean_environment, run_kakeya
 
 
@@ -60,9 +60,11 @@ def test_down_stops_what_runs_though_its_notes_are_damaged(home: Path) -> None:
     told: list[str] = []
     assert fleet.stop_fleet(told.append) == 2
     assert not any(_runs(process) for process in processes)
-    assert len(told) == 1
-    assert "notes under run/ do not tell of" in told[0]
+    damaged, unnoted = told
+    assert "fleet.json cannot be used" in damaged
+    assert "notes under run/ do not tell of" in unnoted
     assert not (home / "run" / "fleet.json").exists()
+    assert (home / "run" / "fleet.json.damaged").read_text(encoding="utf-8") == "{bad"
     assert fleet.stop_fleet(told.append) == 0
 
 
@@ -77,6 +79,37 @@ def test_down_stops_what_an_interrupted_up_left_without_a_note_and_nothing_of_an
     monkeypatch.setenv("KAKEYA_HOME", str(home))
     assert fleet.stop_fleet(print) == 1
     assert not _runs(process)
+
+
+ROW = '[{"role": "cache", "node_id": "n", "address": "a:1", "pid": %s, "created": 1, "log": "", "arguments": []}]'
+FOREIGN = {
+    "damaged": "{bad",
+    "empty": "",
+    "another program's": '{"members": []}',
+    "a list of something else": "[1, 2]",
+    "a process that is none": ROW % "-1",
+    "types that differ": ROW % '"x"',
+    "too deep": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("text", FOREIGN.values(), ids=list(FOREIGN))
+@pytest.mark.parametrize("command", [["up", "--model", "."], ["status"], ["chat"]], ids=lambda words: words[0])
+def test_notes_that_are_not_ours_are_refused_in_one_line_and_kept(
+    home: Path, capsys: pytest.CaptureFixture[str], command: list[str], text: str
+) -> None:
+    notes = home / "run" / "fleet.json"
+    notes.parent.mkdir()
+    notes.write_text(text, encoding="utf-8")
+    assert main(command) == EXIT_BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(notes) in line
+    assert "`kakeya down`" in line
+    assert notes.read_text(encoding="utf-8") == text
+    assert fleet.started_here() == []
+    assert main(["down"]) == EXIT_OK
+    assert notes.with_name("fleet.json.damaged").read_text(encoding="utf-8") == text
+    assert fleet.load_fleet() == ()
 
 
 def test_up_with_a_folder_that_cannot_be_made_is_one_line(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

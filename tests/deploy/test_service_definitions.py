@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import plistlib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from daemons.environment_names import KNOWN_NAMES
+from daemons.service_definitions import read_definition, read_unit
 from deploy.render_service import (
     TemplateError,
     command_line,
-    quote_unit,
     render,
     render_arguments,
+    render_unit,
     substitute,
 )
+from deploy.service_environment import script_names
 from tests.deploy.service_rig import DEPLOY, PROJECT, TEMPLATES, UNITS, make_home
 
 KEYS: dict[str, type | tuple[type, ...]] = {
@@ -49,6 +55,7 @@ LOGS = {
     "ai.kakeya.prefill-worker": "prefill-worker.log",
 }
 DRAIN_SECONDS = 30
+SYSTEMD = Path("/usr/lib/systemd/systemd")
 
 
 @pytest.fixture
@@ -151,7 +158,7 @@ def test_shellcheck_finds_nothing() -> None:
 def test_variables_defaults_and_switches() -> None:
     values = {"A": "x", "HOME": "/h", "ON": "Yes", "OFF": "0"}
     assert substitute("@{A}/@{B:-y}/@{C:-~/z}", values) == "x/y//h/z"
-    assert substitute("@{ON:=--on}@{OFF:=--off}", values) == "--on"
+    assert substitute("@{ON:=--on} @{OFF:=--off} @{NONE:=--none}", values) == "--on --off=0 "
     with pytest.raises(TemplateError, match="B is not set"):
         substitute("@{B}", values)
     with pytest.raises(TemplateError, match="set it to 1 or 0"):
@@ -175,9 +182,140 @@ def test_no_value_changes_the_structure_of_a_plist(value: str) -> None:
     assert plistlib.loads(render_plist(data, {"V": value})) == {"ProgramArguments": ["p", "--x", value], "Label": value}
 
 
+def _words(text: str) -> list[str]:
+    """As systemd.syntax(7) reads words: quotes, and backslashes that take the next character as it is."""
+    words: list[str] = []
+    word: str | None = None
+    quote = ""
+    characters = iter(text)
+    for character in characters:
+        if character == "\\":
+            word = (word or "") + next(characters)
+        elif quote:
+            quote, word = ("", word) if character == quote else (quote, (word or "") + character)
+        elif character in "\"'":
+            quote, word = character, word or ""
+        elif character in " \t":
+            words, word = ([*words, word] if word is not None else words), None
+        else:
+            word = (word or "") + character
+    assert not quote
+    return [*words, word] if word is not None else words
+
+
+_UNIT = """\
+[Service]
+ExecStart=@{P} \\
+    --one \\
+    @{V:-} \\
+    --two=@{V:-}
+Environment="HOME_OF_IT=@{V:-}"
+ReadWritePaths="@{V:-}"
+WorkingDirectory=/x@{V:-}
+StandardOutput=append:/x@{V:-}/log
+"""
+_AWKWARD = """/a b/"q"/'s'/50%/$HOME/${X}/c\\d;e ö"""
+
+
 @given(_TEXTS)
-def test_a_quoted_argument_reads_back_as_itself(value: str) -> None:
-    quoted = quote_unit(value)
-    text = quoted[1:-1] if quoted.startswith('"') else quoted
-    assert re.sub(r"\\(.)", r"\1", text.replace("%%", "%").replace("$$", "$")) == value
-    assert quoted.startswith('"') or not re.search(r"\s", quoted)
+@example(_AWKWARD)
+@example("/ends in a backslash\\")
+@example("; $$ %% \\\\")
+def test_every_value_reaches_the_process_of_a_unit_as_it_is(value: str) -> None:
+    lines = render_unit(_UNIT, {"P": "/a program/50%/$x", "V": value}).split("\n")
+    assert len(lines) == 7, "no value joins or adds lines"
+    fields = dict(line.split("=", 1) for line in lines[1:-1])
+    program, *arguments = [word.replace("%%", "%") for word in _words(fields["ExecStart"])]
+    assert program == "/a program/50%/$x"
+    assert [word.replace("$$", "$") for word in arguments] == ["--one", value, f"--two={value}"]
+    assert [word.replace("%%", "%") for word in _words(fields["Environment"])] == [f"HOME_OF_IT={value}"]
+    assert [word.replace("%%", "%") for word in _words(fields["ReadWritePaths"])] == [value]
+    folder = fields["WorkingDirectory"].replace("%%", "%")
+    assert folder in (f"/x{value}", f"/x{value}/")
+    assert not folder.endswith("\\")
+    assert fields["StandardOutput"].replace("%%", "%") == f"append:/x{value}/log"
+    read = read_unit("\n".join(lines))
+    assert read == ([program, "--one", value, f"--two={value}"], {"HOME_OF_IT": value}), "and so the doctor reads it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not SYSTEMD.exists(), reason="needs systemd itself, and root to leave it to nobody")
+def test_systemd_itself_reads_awkward_values_as_they_are() -> None:
+    """``systemd --test`` loads the unit and shows what it has understood; it refuses to do so as root."""
+    with tempfile.TemporaryDirectory(prefix="kakeya-units-") as folder:
+        Path(folder).chmod(0o777)
+        unit = Path(folder) / "kakeya-awkward.service"
+        unit.write_text(render_unit(_UNIT, {"P": "/bin/echo", "V": _AWKWARD}), encoding="utf-8")
+        places = {"XDG_RUNTIME_DIR": folder, "HOME": folder, "SYSTEMD_UNIT_PATH": f"{folder}:"}
+        done = subprocess.run(
+            [str(SYSTEMD), "--test", "--user", f"--unit={unit.name}"],
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", **places},
+            user=65_534,
+            group=65_534,
+            extra_groups=(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    if done.returncode != 0:
+        pytest.skip("systemd --test does not run here")
+    told = done.stdout[done.stdout.index(f"Unit {unit.name}:") :]
+    assert f"Environment: HOME_OF_IT={_AWKWARD}\n" in told
+    assert f"ReadWritePaths: {_AWKWARD}\n" in told
+    assert f"WorkingDirectory: /x{_AWKWARD}\n" in told
+    assert f"StandardOutputFileToAppend: /x{_AWKWARD}/log\n" in told
+    # Shown as a shell would read it; when the process is started "$$" becomes "$".
+    (line,) = re.findall(r"Command Line: (/bin/echo --one .*)", told)
+    words = shlex.split(line.replace("\\$", "$"))
+    assert [word.replace("$$", "$") for word in words[1:]] == ["--one", _AWKWARD, f"--two={_AWKWARD}"]
+
+
+def test_a_program_that_systemd_would_refuse_is_refused_first() -> None:
+    with pytest.raises(TemplateError, match="quote or backslash"):
+        render_unit(_UNIT, {"P": '/a"b/kakeya', "V": "x"})
+
+
+# --- what a definition leaves to kakeya.toml ------------------------------------------------------------------------------
+
+
+def test_every_variable_of_the_scripts_is_a_known_one() -> None:
+    assert script_names() - KNOWN_NAMES == set()
+
+
+@pytest.mark.parametrize("template", [*TEMPLATES, *UNITS], ids=lambda path: path.name)
+def test_a_definition_pins_what_its_user_gave_and_nothing_else(
+    template: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    target = tmp_path / template.name
+    target.write_bytes(render(template, environment))
+    service = read_definition(target)
+    given = {
+        "primary": {"model"},
+        "worker": {"node_id", "advertise", "model"},
+        "cache": {"node_id", "advertise"},
+        "dashboard": set[str](),
+    }
+    assert set(service.flags) == given[service.role]
+    if service.role == "dashboard":
+        return
+    home = Path(service.environment["KAKEYA_HOME"])
+    (home / "kakeya.toml").write_text('bind = "127.0.0.1:1"\ncache_gb = 3\n', encoding="utf-8")
+    resolved = service.settings()
+    assert (resolved.settings.bind, resolved.settings.cache_gb) == ("127.0.0.1:1", 3.0)
+    assert (resolved.origins["bind"], resolved.origins["cache_gb"]) == ("file", "file")
+    (home / "kakeya.toml").unlink()
+    settings = service.settings().settings
+    assert settings.bind.startswith("0.0.0.0:")
+    assert settings.node_id == environment.get(f"KAKEYA_{service.role.upper()}_NODE_ID", "head-runtime")
+    assert (settings.sink, settings.window) == (4, 2048), "alike on all nodes"
+
+
+def test_a_switch_that_is_turned_off_stays_off_whatever_the_file_says(environment: dict[str, str], tmp_path: Path) -> None:
+    target = tmp_path / "ai.kakeya.zmq-runtime-prefill.plist"
+    (template,) = [each for each in TEMPLATES if each.name == target.name]
+    home = Path(environment["HOME"]) / ".kakeya"
+    for value, expected in {"": True, "1": True, "0": False}.items():
+        target.write_bytes(render(template, {**environment, "KAKEYA_ENABLE_PREFILL_CACHE": value}))
+        assert read_definition(target).settings().settings.enable_prefill_cache is expected
+    (home / "kakeya.toml").write_text("enable_prefill_cache = true\n", encoding="utf-8")
+    assert read_definition(target).settings().settings.enable_prefill_cache is False

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +16,20 @@ import pytest
 from kakeya_zmq.client import Client
 from tests.deploy.launchd_standin import Agent, loaded
 from tests.deploy.service_rig import Home, make_home
-from tests.fleet_rig import model_folder, wait_until
+from tests.fleet_rig import wait_until
+from tests.proxy import free_port
 from wire.errors import KakeyaError
 
 START_S = 90.0
 NETWORK = "install_prefill_network_launchd.sh"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture
-def home(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Home:
+def home(tmp_path: Path, model: Path) -> Home:
     made = make_home(tmp_path)
-    model = Path(made.environment["KAKEYA_WORKER_MODEL"])
-    shutil.rmtree(model)
-    shutil.copytree(model_folder(tmp_path_factory), model)
+    folder = Path(made.environment["KAKEYA_WORKER_MODEL"])
+    shutil.rmtree(folder)
+    shutil.copytree(model, folder)
     return made
 
 
@@ -49,10 +43,13 @@ def _serves(home: Home, address: str) -> Callable[[], bool]:
     return serves
 
 
-def _answers(url: str) -> Callable[[], bool]:
+def _answers(url: str, host: str = "") -> Callable[[], bool]:
+    """``host``: what a browser elsewhere calls it."""
+    request = urllib.request.Request(url, headers={"Host": host} if host else {})
+
     def answers() -> bool:
         try:
-            with urllib.request.urlopen(url, timeout=2) as answer:
+            with urllib.request.urlopen(request, timeout=2) as answer:
                 return bool(answer.status == 200 and json.load(answer))
         except (OSError, ValueError):
             return False
@@ -68,14 +65,14 @@ def _installed(home: Home, label: str, script: str, *arguments: str, **variables
 
 def _make(home: Home, label: str) -> tuple[Agent, Callable[[], bool]]:
     """The installed agent, and what tells that it is healthy."""
-    port = _free_port()
+    port = free_port()
     address = f"127.0.0.1:{port}"
     match label:
         case "ai.kakeya.prefill-worker":
             variables = {"KAKEYA_WORKER_BIND": address, "KAKEYA_WORKER_ADVERTISE": address}
             return _installed(home, label, "install_prefill_worker_launchd.sh", **variables), _serves(home, address)
         case "ai.kakeya.zmq-runtime-prefill":
-            health = _free_port()
+            health = free_port()
             variables = {"KAKEYA_RUNTIME_BIND": address, "KAKEYA_RUNTIME_HEALTH_PORT": str(health)}
             agent = _installed(home, label, "install_runtime_launchd.sh", **variables)
             serves, answers = _serves(home, address), _answers(f"http://127.0.0.1:{health}/healthz")
@@ -84,8 +81,9 @@ def _make(home: Home, label: str) -> tuple[Agent, Callable[[], bool]]:
             variables = {"KAKEYA_CACHE_BIND": address, "KAKEYA_CACHE_ADVERTISE": address}
             return _installed(home, label, NETWORK, "--cache-peer", **variables), _serves(home, address)
         case _:
-            agent = _installed(home, label, NETWORK, KAKEYA_NETWORK_HTTP_PORT=str(port))
-            return agent, _answers(f"http://{address}/healthz")
+            names = {"KAKEYA_NETWORK_HTTP_PORT": str(port), "KAKEYA_NETWORK_ALLOW_HOST": "fleet.example, kakeya.example"}
+            agent = _installed(home, label, NETWORK, **names)
+            return agent, _answers(f"http://{address}/healthz", host="kakeya.example")
 
 
 def _kept(agent: Agent, healthy: Callable[[], bool]) -> Callable[[], bool]:
@@ -132,7 +130,7 @@ def test_an_agent_runs_as_its_property_list_says_and_is_kept_alive(home: Home, l
 
 def test_without_the_switch_the_runtime_runs_with_the_cache_off(home: Home) -> None:
     """The rollback of the runbook."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     agent = _installed(
         home,
         "ai.kakeya.zmq-runtime-prefill",
@@ -141,6 +139,7 @@ def test_without_the_switch_the_runtime_runs_with_the_cache_off(home: Home) -> N
         KAKEYA_RUNTIME_BIND=address,
         KAKEYA_RUNTIME_HEALTH_PORT="0",
     )
+    assert "--enable-prefill-cache=0" in agent.document["ProgramArguments"]
     assert "--enable-prefill-cache" not in agent.document["ProgramArguments"]
     with loaded(agent):
         wait_until(_kept(agent, _serves(home, address)), "it serves", START_S)

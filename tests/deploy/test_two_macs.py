@@ -47,20 +47,10 @@ COMPUTE_HERE = "compute here"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMacs]:
+def running(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMacs]:
     required()
-    kept = request.session.stash.setdefault(rig.KEPT_PROCESSES, set())
-    with Star("head", "worker") as star, TwoMacs(star, folder, tmp_path_factory.mktemp("macs"), kept) as macs:
+    home, kept = tmp_path_factory.mktemp("macs"), rig.kept_processes(request)
+    with Star("head", "worker") as star, TwoMacs(star, model, home, kept) as macs:
         yield macs
 
 

@@ -70,7 +70,8 @@ def test_what_needs_no_prepared_model(tmp_path: Path) -> None:
     assert told["passed"] is True
     assert list(told["benchmarks"]) == ["transfer", "store", "security", "dedupe"]
     prices = told["benchmarks"]["security"]["figures"]
-    assert {"CURVE and sealed session", "AES-256-GCM on a chunk", "limits on a peer"} <= prices.keys()
+    named = {"CURVE and sealed session", "AES-256-GCM on a chunk", "sealed prompt and proof of a job", "limits on a peer"}
+    assert named <= prices.keys()
     assert all(price["with_us"]["median"] > 0 < price["without_us"]["median"] for price in prices.values())
     transfer = told["benchmarks"]["transfer"]["figures"]["1 MiB"]
     assert all(transfer[side]["median"] > 0 for side in ("kakeya", "bare pyzmq"))

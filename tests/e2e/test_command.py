@@ -32,11 +32,6 @@ from wire.keys import FleetKey, write_secret_file
 STOP_S = 20.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Iterator[Path]:
     """A Kakeya home; whatever runs with it is ended after the test, and a test that leaves something fails."""
@@ -130,23 +125,23 @@ def test_a_bad_configuration_file(home: Path, text: str, words: tuple[str, ...])
 
 
 @pytest.mark.parametrize("broken", ["missing", "file", "empty", "config", "no-type", "weights", "truncated"])
-def test_a_folder_that_is_no_model(home: Path, folder: Path, broken: str) -> None:
+def test_a_folder_that_is_no_model(home: Path, model: Path, broken: str) -> None:
     with_key(home)
-    model = home / "model"
+    copy = home / "model"
     if broken == "file":
         model.write_text("not a folder", encoding="utf-8")
     elif broken != "missing":
         model.mkdir()
     if broken == "config":
-        (model / "config.json").write_text("{", encoding="utf-8")
+        (copy / "config.json").write_text("{", encoding="utf-8")
     if broken == "no-type":
-        (model / "config.json").write_text("{}", encoding="utf-8")
+        (copy / "config.json").write_text("{}", encoding="utf-8")
     if broken in ("weights", "truncated"):
-        (model / "config.json").write_bytes((folder / "config.json").read_bytes())
+        (copy / "config.json").write_bytes((model / "config.json").read_bytes())
     if broken == "truncated":
-        weights = (folder / "model.safetensors").read_bytes()
-        (model / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    done = run_kakeya("worker", "--model", str(model), *EPHEMERAL, home=home)
+        weights = (model / "model.safetensors").read_bytes()
+        (copy / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    done = run_kakeya("worker", "--model", str(copy), *EPHEMERAL, home=home)
     assert_one_line(done, EXIT_BAD_INPUT)
 
 
@@ -226,8 +221,8 @@ def test_down_twice_and_with_a_damaged_note(home: Path) -> None:
 # --- up, status, down ------------------------------------------------------------------------------------------------
 
 
-def test_a_fleet_comes_up_once_heals_and_goes_down(home: Path, folder: Path) -> None:
-    up = ("up", "--model", str(folder), "--ephemeral", "--json")
+def test_a_fleet_comes_up_once_heals_and_goes_down(home: Path, model: Path) -> None:
+    up = ("up", "--model", str(model), "--ephemeral", "--json")
     first = run_kakeya(*up, home=home, timeout_s=120)
     assert first.returncode == EXIT_OK, first.stderr
     members = json.loads(first.stdout)["members"]
@@ -266,18 +261,18 @@ def test_up_with_a_model_that_is_none_leaves_nothing_running(home: Path) -> None
     assert not processes_of(home)
 
 
-def test_up_with_a_port_in_use_leaves_nothing_running(home: Path, folder: Path) -> None:
+def test_up_with_a_port_in_use_leaves_nothing_running(home: Path, model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         environment = {"KAKEYA_BUS_BIND": f"127.0.0.1:{port}"}
-        done = run_kakeya("up", "--model", str(folder), "--ephemeral", home=home, environment=environment)
+        done = run_kakeya("up", "--model", str(model), "--ephemeral", home=home, environment=environment)
     assert_one_line(done, EXIT_PORT_IN_USE, str(port))
     assert not processes_of(home)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "interrupted"])
-def test_up_that_is_stopped_half_way_leaves_nothing_running(home: Path, folder: Path, number: signal.Signals) -> None:
-    process = start(home, "up", "--model", str(folder), "--ephemeral")
+def test_up_that_is_stopped_half_way_leaves_nothing_running(home: Path, model: Path, number: signal.Signals) -> None:
+    process = start(home, "up", "--model", str(model), "--ephemeral")
     # The primary is being started; `up` waits for it.
     wait_until(lambda: len(processes_of(home)) >= 2, "a daemon is starting")
     process.send_signal(number)
@@ -317,8 +312,8 @@ def test_a_daemon_that_is_asked_to_stop_ends_well(home: Path, number: signal.Sig
     assert not ready.exists()
 
 
-def test_a_second_signal_ends_a_daemon_at_once(home: Path, folder: Path) -> None:
-    with rig.Fleet(folder, home) as fleet:
+def test_a_second_signal_ends_a_daemon_at_once(home: Path, model: Path) -> None:
+    with rig.Fleet(model, home) as fleet:
         fleet.start("primary", "worker")
         with fleet["primary"].client() as client, rig.worker_only(client) as session:
             node = fleet["worker"]
@@ -349,10 +344,9 @@ def _appending(session: Any, tokens: list[int]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def primary(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        fleet.start("primary")
-        yield fleet
+def primary(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary")
+    return empty_fleet
 
 
 def test_bad_requests_each_get_one_line_and_leave_the_session_usable(primary: Fleet) -> None:
@@ -395,11 +389,11 @@ def test_a_session_that_is_not_there(primary: Fleet) -> None:
             assert caught.value.code is FailureCode.NOT_FOUND
 
 
-def test_chat_says_in_one_line_what_is_wrong(home: Path, primary: Fleet, folder: Path) -> None:
+def test_chat_says_in_one_line_what_is_wrong(home: Path, primary: Fleet, model: Path) -> None:
     # No tokenizer in the folder, then a primary with another key.
     address = primary["primary"].address
     key = str(primary.psk_file)
-    chat = ("chat", "-m", "hello", "--address", address, "--model", str(folder))
+    chat = ("chat", "-m", "hello", "--address", address, "--model", str(model))
     assert_one_line(run_kakeya(*chat, "--fleet-psk-file", key, home=home), EXIT_BAD_INPUT, "tokenizer")
     with_key(home)
     done = run_kakeya("status", "--address", address, home=home)

@@ -22,11 +22,6 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def model_folder() -> Path:
-    return prepare_demo_model(on_progress=lambda step, share: None)
-
-
-@pytest.fixture(scope="module")
 def codec(model_folder: Path) -> TextCodec:
     return TextCodec.load(model_folder)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import psutil
@@ -25,14 +24,11 @@ STORE_GB = "0.004"
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    model = rig.model_folder(tmp_path_factory)
-    with rig.kept_fleet(request, model, tmp_path_factory.mktemp("fleet")) as running:
-        small = ("--cache-gb", STORE_GB)
-        running.start("primary", "worker", "cache", primary=small, worker=small, cache=small)
-        running.wait_all_joined()  # later connections among them are no growth
-        yield running
-        running.show_logs()
+def fleet(empty_fleet: Fleet) -> Fleet:
+    small = ("--cache-gb", STORE_GB)
+    empty_fleet.start("primary", "worker", "cache", primary=small, worker=small, cache=small)
+    empty_fleet.wait_all_joined()  # later connections among them are no growth
+    return empty_fleet
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ import pytest
 from kakeya_zmq.blocks import RawPart, needed_parts
 from kakeya_zmq.compat import chain_hashes
 from kakeya_zmq.demo.document import demo_document
-from kakeya_zmq.demo.prepare import prepare_demo_model
 from kakeya_zmq.engine import (
     Capture,
     CloseSession,
@@ -38,8 +37,8 @@ from kakeya_zmq.engine import (
     TokenArray,
     TokenDecoded,
 )
-from kakeya_zmq.model.layout import CachePolicy
 from kakeya_zmq.model.loader import load_engine
+from kakeya_zmq.model.policy import CachePolicy
 from kakeya_zmq.text import TextCodec
 from wire.messages import PartKind
 
@@ -145,11 +144,6 @@ def continued_from(
     assert imported.position == position
     prefilled(engine, "rebuilt", tokens, [*cuts, len(tokens) - 1], position)
     return concluded(engine, "rebuilt", tokens)
-
-
-@pytest.fixture(scope="module")
-def model_folder() -> Path:
-    return prepare_demo_model(on_progress=lambda step, share: None)
 
 
 @pytest.fixture(scope="module")

@@ -154,7 +154,7 @@ class Fleets:
     """Gives out fleets by network; a new one ends the one before."""
 
     def __init__(self, request: pytest.FixtureRequest, factory: pytest.TempPathFactory) -> None:
-        self._kept_processes = request.session.stash.setdefault(rig.KEPT_PROCESSES, set())
+        self._kept_processes = rig.kept_processes(request)
         self._factory = factory
         self._references: dict[Path, Reference] = {}
         self._kept: Kept | None = None

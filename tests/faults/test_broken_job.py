@@ -23,14 +23,13 @@ CHECKPOINT_TOKENS = 256
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return rig.model_folder(tmp_path_factory, "wide", **rig.WIDE)
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedFleet]:
-    kept = request.session.stash.setdefault(rig.KEPT_PROCESSES, set())
-    with LinkedFleet(folder, tmp_path_factory.mktemp("fleet"), kept) as running:
+def fleet(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedFleet]:
+    with LinkedFleet(model, tmp_path_factory.mktemp("fleet"), rig.kept_processes(request)) as running:
         # This model computes faster than an ordinary network sends; checkpoints are sent as often as the link affords.
         running.start("primary", "worker", primary=("--cache-link-mbps", "1e6"))
         yield running
@@ -53,10 +52,10 @@ def break_off(fleet: LinkedFleet, tokens: list[int]) -> rig.Answer:
     return found
 
 
-def test_the_answer_goes_on_from_what_the_dead_worker_has_sent(fleet: LinkedFleet, folder: Path) -> None:
+def test_the_answer_goes_on_from_what_the_dead_worker_has_sent(fleet: LinkedFleet, reference: Reference) -> None:
     tokens = prompt(TOKENS, 1)
     found = break_off(fleet, tokens)
-    assert found.tokens == Reference(folder).answer(tokens, COUNT)
+    assert found.tokens == reference.answer(tokens, COUNT)
     from_worker = found.reused.get(SourceKind.WORKER, 0)
     assert from_worker >= CHECKPOINT_TOKENS, found.reasons
     assert from_worker + found.reused[SourceKind.COMPUTED] == TOKENS - 1

@@ -7,7 +7,6 @@ block's hash names its tokens, not its values. Against that stands only who is l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,20 +20,9 @@ LENGTH = 1_500
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        fleet.start("primary", primary=("--cache-fetch-timeout-s", "3"))
-        yield fleet
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", primary=("--cache-fetch-timeout-s", "3"))
+    return empty_fleet
 
 
 @pytest.fixture
@@ -49,10 +37,7 @@ def fleet(running: Fleet) -> Iterator[Fleet]:
 
 
 def add_cache(fleet: Fleet, mode: str) -> None:
-    node = fleet.add("cache", name=f"rogue-{mode}", program=("tests.faults.rogue_cache", mode))
-    node.launch(fleet["primary"].address)
-    node.wait_ready()
-    fleet.wait_joined()
+    fleet.launch(fleet.add("cache", name=f"rogue-{mode}", program=("tests.faults.rogue_cache", mode)))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -80,9 +65,7 @@ def test_a_cache_that_breaks_its_word_costs_time_only(fleet: Fleet, reference: R
 def test_the_same_cache_keeping_its_word_is_used(fleet: Fleet, reference: Reference) -> None:
     """The control: what makes the difference above is the broken word."""
     tokens = prompt(LENGTH, seed=200)
-    fleet.add("cache").launch(fleet["primary"].address)
-    fleet["cache"].wait_ready()
-    fleet.wait_joined()
+    fleet.launch(fleet.add("cache"))
     with fleet["primary"].client() as client:
         answer(client, tokens, COUNT, policy=PrefillPolicy.LOCAL_ONLY)
         wait_published(client)

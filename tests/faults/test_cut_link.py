@@ -24,16 +24,6 @@ UNREACHABLE = "10.213.99.99:51051"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
 def star() -> Iterator[Star]:
     required()
     with Star("primary", "worker", "oneway") as made:
@@ -42,19 +32,12 @@ def star() -> Iterator[Star]:
 
 @pytest.fixture(scope="module")
 def running(
-    request: pytest.FixtureRequest, star: Star, folder: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, star: Star, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LinkedFleet]:
-    kept = request.session.stash.setdefault(rig.KEPT_PROCESSES, set())
-    with LinkedFleet(folder, tmp_path_factory.mktemp("fleet"), kept, star, proxied=False) as fleet:
+    home, kept = tmp_path_factory.mktemp("fleet"), rig.kept_processes(request)
+    with LinkedFleet(model, home, kept, star, proxied=False) as fleet:
         fleet.start("primary", "worker", primary=("--prefill-worker-timeout-s", f"{WORKER_S:g}"))
         yield fleet
-
-
-@pytest.fixture
-def fleet(running: LinkedFleet) -> Iterator[LinkedFleet]:
-    running.heal()
-    yield running
-    running.show_logs()
 
 
 def assert_used_again(fleet: LinkedFleet, reference: Reference, tokens: list[int]) -> None:

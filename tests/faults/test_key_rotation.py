@@ -10,7 +10,7 @@ import pytest
 
 from kakeya_zmq.client import Client
 from tests import fleet_rig as rig
-from tests.fleet_rig import Fleet, Node, wait_until
+from tests.fleet_rig import Fleet, Node, Reference, wait_until
 from wire.errors import KakeyaError
 from wire.keyring import KeyRing
 from wire.keys import FleetKey, write_secret_file
@@ -80,14 +80,12 @@ class Machines:
 
 
 @pytest.fixture
-def fleet(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Fleet(rig.model_folder(tmp_path_factory), tmp_path) as fleet:
+def fleet(tmp_path: Path, model: Path) -> Iterator[Fleet]:
+    with Fleet(model, tmp_path) as fleet:
         yield fleet
 
 
-def test_no_request_fails_while_the_key_is_rotated_across_three_daemons(
-    fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_no_request_fails_while_the_key_is_rotated_across_three_daemons(fleet: Fleet, reference: Reference) -> None:
     machines = Machines(fleet)
     keys = {name: ("--fleet-psk-file", str(path)) for name, path in machines.files.items()}
     tenant = ("--tenant-key-file", str(fleet.home / "tenant.key"))
@@ -95,7 +93,6 @@ def test_no_request_fails_while_the_key_is_rotated_across_three_daemons(
     # The client of the users reads the primary's file: it is on that machine.
     fleet.psk_file = machines.files["primary"]
     fleet.start("primary", "worker", "cache", **keys)
-    reference = rig.Reference(rig.model_folder(tmp_path_factory))
     old = KeyRing.load(fleet.psk_file)
     both = old.rotated(FleetKey.generate())
     new = both.retired()

@@ -6,8 +6,6 @@ One process at each step is the fault matrix's part (test_matrix.py).
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -27,28 +25,10 @@ SIGNALS = [pytest.param(KILL, id="killed"), pytest.param(STOP, id="frozen")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        quick = ("--cache-lookup-timeout-s", "1", "--cache-fetch-timeout-s", "3", "--prefill-worker-timeout-s", "6")
-        fleet.start("primary", "worker", "cache", primary=quick)
-        yield fleet
-
-
-@pytest.fixture
-def fleet(running: Fleet) -> Iterator[Fleet]:
-    running.heal()
-    yield running
-    running.show_logs()
+def running(empty_fleet: Fleet) -> Fleet:
+    quick = ("--cache-lookup-timeout-s", "1", "--cache-fetch-timeout-s", "3", "--prefill-worker-timeout-s", "6")
+    empty_fleet.start("primary", "worker", "cache", primary=quick)
+    return empty_fleet
 
 
 def hit(fleet: Fleet, nodes: tuple[str, ...], number: signal.Signals) -> None:

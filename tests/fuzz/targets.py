@@ -32,17 +32,22 @@ from kakeya_zmq.io.receiver import Assembler, PartFilter
 from kakeya_zmq.io.sockets import parse_address, parse_port_range
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol import session
-from kakeya_zmq.protocol.effects import WantedPart
+from kakeya_zmq.protocol.effects import RequestArrived, RequestKey, WantedPart
 from kakeya_zmq.protocol.revocation import RevocationBook
+from kakeya_zmq.protocol.work_door import JobDoor
+from kakeya_zmq.protocol.work_job import WorkSettings, check_submission
 from kakeya_zmq.revocation_file import REVOCATIONS_FILE, load_revocations
 from kakeya_zmq.roster import ROSTER_FILE, Roster
+from tests.unit.preparation_kit import FINGERPRINT, FULL, TENANT_KEY, facts_of
 from tests.unit.test_cards import IDENTITY, make_card
 from tests.unit.test_codec import CLIENT, HELLO, SERVER, WELCOME
 from tests.vectors.describe import Maker
 from wire import bus, cards, chunks, codec, events, handshake, limits, messages, revocations
 from wire.bulk import ChunkSealer
-from wire.errors import ConfigError, DataLossError, RemoteProtocolError
+from wire.errors import ConfigError, DataLossError, RemoteProtocolError, RequestFailed
 from wire.frames import FrameKind, Header, split_frames
+from wire.ids import NodeId
+from wire.job_seal import PREFIX_BYTES, JobBinding, JobKeys
 from wire.keyring import KeyRing
 from wire.keys import KEY_RING_HEADER, CurvePair, FleetKey, NodeIdentity, split_keys
 
@@ -122,6 +127,33 @@ class SessionTarget:
         self._server.on(session.RouterFrames(b"r", (data[:at], data[at:])), 0.0)
 
 
+class JobTarget:
+    """Prompts of jobs: as they are, and what is under a proper seal."""
+
+    def __init__(self) -> None:
+        self._keys = JobKeys(TENANT_KEY)
+        self._binding = JobBinding(FINGERPRINT, bytes(16), bytes(32), IDENTITY.public_key)
+        self._facts = facts_of(FULL)
+        self.seed = self._keys.seal(self._binding, bytes(PREFIX_BYTES), codec.pack_tokens([1, 2, 3]))
+
+    def sealed(self, data: bytes) -> None:
+        self._keys.open(self._binding, data)
+
+    def opened(self, data: bytes) -> None:
+        body = messages.SubmitJob(
+            job_id=self._binding.job_id,
+            fingerprint=FINGERPRINT,
+            prompt=self._keys.seal(self._binding, bytes(PREFIX_BYTES), data[:100_000]),
+            have_tokens=0,
+            suites=(messages.CipherSuite.SECRETBOX,),
+            chunk_bytes_max=1 << 20,
+            credit_bytes=1 << 20,
+        )
+        request = RequestArrived(RequestKey((bytes(16), 1)), NodeId("n"), (), body, 1.0, self._binding.asker_key)
+        submission = JobDoor(self._keys, FINGERPRINT, IDENTITY.public_key).open(request, body)
+        check_submission(body, submission.packed_tokens, self._facts, WorkSettings())
+
+
 class BusTarget:
     """Bus messages: as they are, and with the payload sealed properly."""
 
@@ -130,8 +162,9 @@ class BusTarget:
         self.seed = b"".join(self._sealed(bus.Topic.NODE, b"\x80"))
 
     def _sealed(self, topic: bus.Topic, payload: bytes) -> list[bytes]:
-        message = bus.BusMessage("n", topic, 1, 1, payload)  # type: ignore[arg-type]
-        return bus.seal_message(message, bytes(32), lambda count: bytes(count))
+        identity = NodeIdentity(bytes(32))
+        message = bus.BusMessage("n", topic, 1, 1, payload, identity.public_key)  # type: ignore[arg-type]
+        return bus.seal_message(message, identity, bytes(32), lambda count: bytes(count))
 
     def frames(self, data: bytes) -> None:
         length = int.from_bytes(data[5:7], "big") % 1024 if len(data) > 7 else 0
@@ -257,7 +290,7 @@ def _settings(path: Path) -> Any:
 @cache
 def targets() -> dict[str, Fuzzed]:
     """Every reader by name."""
-    sessions, buses, (link, link_seeds) = SessionTarget(), BusTarget(), _link()
+    sessions, buses, jobs, (link, link_seeds) = SessionTarget(), BusTarget(), JobTarget(), _link()
     client = tuple(map(codec.encode_client, CLIENT))
     server = tuple(map(codec.encode_server, SERVER))
     card = cards.sign_card(make_card(), IDENTITY)
@@ -278,6 +311,8 @@ def targets() -> dict[str, Fuzzed]:
         "welcome": Fuzzed(codec.decode_welcome, (codec.encode_welcome(WELCOME),)),
         "session, sealed": Fuzzed(sessions.sealed, client, ()),
         "session, frames": Fuzzed(sessions.frames, (header + bytes(50),), ()),
+        "prompt of a job": Fuzzed(jobs.sealed, (jobs.seed,)),
+        "tokens of a job": Fuzzed(jobs.opened, (codec.pack_tokens([1, 2, 3]),), (RequestFailed,)),
         "tokens": Fuzzed(codec.unpack_tokens, (codec.pack_tokens([1, 2, 3]),)),
         "hashes": Fuzzed(codec.unpack_hashes, (bytes(64),)),
         "bitmap": Fuzzed(_unpack_bitmap, (b"\x09\x01\x01",)),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -12,22 +11,15 @@ import zmq
 from kakeya_zmq.io.bus import Publisher, Subscriber
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, bind, create_socket
-from kakeya_zmq.protocol.session import LocalNode
+from tests.loopback.reactor_kit import node, run_until
 from wire.bus import PAYLOAD_BYTES_MAX, BusMessage, Topic, seal_message
 from wire.errors import LocalProtocolError, PortInUseError
 from wire.ids import NodeId
 from wire.keys import FleetKey, NodeIdentity, Purpose, TelemetryKey
 
-WAIT_S = 20.0
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = FleetKey(b"k" * 32)
 OTHER_KEY = FleetKey(b"o" * 32)
-
-
-def node(name: str, incarnation: int = 1) -> LocalNode:
-    return LocalNode(
-        node_id=name, identity=NodeIdentity.generate(), roles=("test",), incarnation=incarnation, software="test"
-    )
 
 
 @pytest.fixture
@@ -36,21 +28,6 @@ def reactor() -> Iterator[Reactor]:
     yield made
     assert made.callback_errors == 0
     assert made.close()
-
-
-def until(reactor: Reactor, condition: Callable[[], bool]) -> None:
-    """Run the reactor until ``condition()`` holds."""
-    given_up_at = time.monotonic() + WAIT_S
-
-    def check() -> None:
-        if condition() or time.monotonic() > given_up_at:
-            reactor.stop()
-        else:
-            reactor.call_later(0.002, check)
-
-    check()
-    reactor.run()
-    assert condition()
 
 
 class Listener:
@@ -81,6 +58,7 @@ class Forger:
 
     def __init__(self, reactor: Reactor) -> None:
         self.subscribed = 0
+        self.identity = NodeIdentity.generate()
         self._reactor = reactor
         self._socket = create_socket(reactor.context, zmq.XPUB, BUS_PUB)
         reactor.gate.allow_curve("forger", {KEY.curve_bus().public})
@@ -96,22 +74,25 @@ class Forger:
         self._socket.send_multipart(frames)
 
     def sealed(self, sequence: int, *, incarnation: int = 1, topic: Topic = Topic.CARD, key: FleetKey = KEY) -> list[bytes]:
-        message = BusMessage(NodeId("forger"), topic, incarnation, sequence, str(sequence).encode())
-        return seal_message(message, key.derive(Purpose.BUS_FLEET), secrets.token_bytes)
+        message = BusMessage(
+            NodeId("forger"), topic, incarnation, sequence, str(sequence).encode(), self.identity.public_key
+        )
+        return seal_message(message, self.identity, key.derive(Purpose.BUS_FLEET), secrets.token_bytes)
 
 
 def test_messages_arrive_in_order_and_only_those_of_subscribed_topics(reactor: Reactor) -> None:
     joined: list[Topic] = []
-    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p", 7), fleet_key=KEY, on_subscribed=joined.append)
+    local = node("p", 7)
+    publisher = Publisher(reactor, bind=LOOPBACK, local=local, fleet_key=KEY, on_subscribed=joined.append)
     listener = Listener(reactor, Topic.CARD, Topic.NODE, address=publisher.address)
-    until(reactor, lambda: len(joined) == 2)
+    run_until(reactor, lambda: len(joined) == 2)
     for number in range(300):
         assert publisher.publish(Topic.CARD, b"card %d" % number)
         assert publisher.publish(Topic.JOB, b"job")
     assert publisher.publish(Topic.NODE, b"figures")
-    until(reactor, lambda: len(listener.messages) == 301)
+    run_until(reactor, lambda: len(listener.messages) == 301)
     assert listener.payloads == [b"card %d" % number for number in range(300)] + [b"figures"]
-    assert listener.messages[0] == BusMessage(NodeId("p"), Topic.CARD, 7, 1, b"card 0")
+    assert listener.messages[0] == BusMessage(NodeId("p"), Topic.CARD, 7, 1, b"card 0", local.identity.public_key)
     assert listener.gaps == []  # the topic in between that it did not subscribe to makes no gap
     assert listener.subscriber.counters["received"] == 301
     assert publisher.port == publisher.address.port > 0
@@ -126,9 +107,9 @@ def test_a_late_joiner_makes_the_publisher_tell_its_state_again(reactor: Reactor
     publishers.append(Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=on_subscribed))
     publishers[0].publish(Topic.CARD, b"before anybody listens")
     early = Listener(reactor, Topic.CARD, address=publishers[0].address)
-    until(reactor, lambda: early.payloads == [b"state"])
+    run_until(reactor, lambda: early.payloads == [b"state"])
     late = Listener(reactor, Topic.CARD, address=publishers[0].address)
-    until(reactor, lambda: late.payloads == [b"state"])
+    run_until(reactor, lambda: late.payloads == [b"state"])
     assert late.gaps == []
 
 
@@ -148,13 +129,13 @@ def test_one_subscriber_hears_many_publishers_until_it_disconnects(reactor: Reac
     for publisher in publishers:
         listener.subscriber.connect(publisher.address)
         listener.subscriber.connect(publisher.address)  # idempotent: or everything would arrive twice
-    until(reactor, lambda: sorted(joined) == ["a", "b", "c"])
+    run_until(reactor, lambda: sorted(joined) == ["a", "b", "c"])
     listener.subscriber.disconnect(publishers[0].address)
     listener.subscriber.disconnect(publishers[0].address)
     assert listener.subscriber.connected == {publishers[1].address, publishers[2].address}
     for publisher in publishers:
         publisher.publish(Topic.CARD, b"x")
-    until(reactor, lambda: len(listener.messages) == 2)
+    run_until(reactor, lambda: len(listener.messages) == 2)
     assert {message.node_id for message in listener.messages} == {"b", "c"}
 
 
@@ -162,10 +143,10 @@ def test_a_restarted_publisher_is_heard_again(reactor: Reactor) -> None:
     joined: list[Topic] = []
     first = Publisher(reactor, bind=LOOPBACK, local=node("p", 1), fleet_key=KEY, on_subscribed=joined.append)
     listener = Listener(reactor, Topic.CARD, address=first.address)
-    until(reactor, lambda: len(joined) == 1)
+    run_until(reactor, lambda: len(joined) == 1)
     first.publish(Topic.CARD, b"1")
     first.publish(Topic.CARD, b"2")
-    until(reactor, lambda: len(listener.messages) == 2)
+    run_until(reactor, lambda: len(listener.messages) == 2)
     first.close()
     first.close()
     assert not first.publish(Topic.CARD, b"closed")
@@ -182,10 +163,10 @@ def test_a_restarted_publisher_is_heard_again(reactor: Reactor) -> None:
             return False
         return True
 
-    until(reactor, rebound)
-    until(reactor, lambda: len(joined) == 2)
+    run_until(reactor, rebound)
+    run_until(reactor, lambda: len(joined) == 2)
     second[0].publish(Topic.CARD, b"again")
-    until(reactor, lambda: listener.payloads == [b"1", b"2", b"again"])
+    run_until(reactor, lambda: listener.payloads == [b"1", b"2", b"again"])
     assert listener.subscriber.counters["old"] == 0
 
 
@@ -194,10 +175,10 @@ def test_a_reader_with_the_telemetry_key_gets_telemetry_and_nothing_else(reactor
     publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=joined.append)
     reader = KEY.telemetry_key()
     listener = Listener(reactor, Topic.NODE, Topic.JOB, keys=reader, address=publisher.address)
-    until(reactor, lambda: len(joined) == 2)
+    run_until(reactor, lambda: len(joined) == 2)
     publisher.publish(Topic.CARD, b"for members")
     publisher.publish(Topic.JOB, b"job")
-    until(reactor, lambda: listener.payloads == [b"job"])
+    run_until(reactor, lambda: listener.payloads == [b"job"])
     with pytest.raises(LocalProtocolError, match="telemetry topics only"):
         Listener(reactor, Topic.CARD, keys=reader)
 
@@ -207,10 +188,10 @@ def test_another_fleets_subscriber_is_refused_at_the_handshake(reactor: Reactor)
     publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=joined.append)
     stranger = Listener(reactor, Topic.CARD, keys=OTHER_KEY, address=publisher.address)
     friend = Listener(reactor, Topic.CARD, address=publisher.address)
-    until(reactor, lambda: bool(joined) and publisher.counters["handshakes_rejected"] > 0)
+    run_until(reactor, lambda: bool(joined) and publisher.counters["handshakes_rejected"] > 0)
     publisher.publish(Topic.CARD, b"x")
-    until(reactor, lambda: len(friend.messages) == 1)
-    until(reactor, lambda: stranger.subscriber.counters["handshakes_rejected"] > 0)
+    run_until(reactor, lambda: len(friend.messages) == 1)
+    run_until(reactor, lambda: stranger.subscriber.counters["handshakes_rejected"] > 0)
     assert stranger.messages == []
     assert len(joined) == 1
 
@@ -219,12 +200,12 @@ def test_a_payload_that_is_too_large_is_counted_and_makes_no_gap(reactor: Reacto
     joined: list[Topic] = []
     publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=joined.append)
     listener = Listener(reactor, Topic.CARD, address=publisher.address)
-    until(reactor, lambda: bool(joined))
+    run_until(reactor, lambda: bool(joined))
     largest = secrets.token_bytes(PAYLOAD_BYTES_MAX)
     assert publisher.publish(Topic.CARD, b"first")
     assert not publisher.publish(Topic.CARD, largest + b"!")
     assert publisher.publish(Topic.CARD, largest)
-    until(reactor, lambda: listener.payloads == [b"first", largest])
+    run_until(reactor, lambda: listener.payloads == [b"first", largest])
     assert publisher.counters == {"published": 2, "oversize": 1}
     assert listener.gaps == []
 
@@ -232,7 +213,7 @@ def test_a_payload_that_is_too_large_is_counted_and_makes_no_gap(reactor: Reacto
 def test_gaps_repeats_old_and_forged_messages(reactor: Reactor) -> None:
     forger = Forger(reactor)
     listener = Listener(reactor, Topic.CARD, Topic.NODE, address=forger.address)
-    until(reactor, lambda: forger.subscribed == 2)
+    run_until(reactor, lambda: forger.subscribed == 2)
     first = forger.sealed(1)
     for frames in (
         first,
@@ -249,7 +230,7 @@ def test_gaps_repeats_old_and_forged_messages(reactor: Reactor) -> None:
         forger.sealed(2, incarnation=2),
     ):
         forger.send(frames)
-    until(reactor, lambda: listener.payloads == [b"1", b"5", b"6", b"1", b"2"])
+    run_until(reactor, lambda: listener.payloads == [b"1", b"5", b"6", b"1", b"2"])
     assert listener.gaps == [(NodeId("forger"), Topic.CARD, 3)]
     assert listener.subscriber.counters == {
         "received": 5,
@@ -269,11 +250,11 @@ def test_only_one_byte_topics_are_granted(reactor: Reactor) -> None:
     for prefix in (b"", b"\x01\x02", b"\x7f", b"x" * 10_000):
         greedy.setsockopt(zmq.SUBSCRIBE, prefix)
     greedy.connect(publisher.address.zmq_endpoint())
-    until(reactor, lambda: publisher.counters["subscriptions_refused"] == 4)
+    run_until(reactor, lambda: publisher.counters["subscriptions_refused"] == 4)
     honest = Listener(reactor, Topic.CARD, address=publisher.address)
-    until(reactor, lambda: joined == [Topic.CARD])
+    run_until(reactor, lambda: joined == [Topic.CARD])
     publisher.publish(Topic.CARD, b"x")
-    until(reactor, lambda: len(honest.messages) == 1)
+    run_until(reactor, lambda: len(honest.messages) == 1)
     assert not greedy.poll(50)
     greedy.close()
 

@@ -178,6 +178,28 @@ def test_a_conversation(primary: CannedPrimary, client: Client) -> None:
     assert client.peer.node_id == "primary"
 
 
+def test_a_prompt_and_its_answer_at_once(client: Client) -> None:
+    with client.create_session() as session:
+        assert list(session.answer([10, 20], max_tokens=3)) == [21, 22, 23]
+        assert session.last_appended is not None
+        assert session.last_appended.history_tokens == 2
+        assert session.last_generated is not None
+        assert session.last_generated.token_count == 3
+        with pytest.raises(InvalidInput, match="the prompt is empty"):
+            session.answer([], max_tokens=3)
+        with pytest.raises(InvalidInput, match="max_tokens"):
+            session.answer([1], max_tokens=0)
+
+
+def test_an_answer_whose_append_fails_raises_that_and_cancels_the_rest(client: Client) -> None:
+    session = client.create_session()
+    session.close()
+    with pytest.raises(RequestFailed) as raised:
+        list(session.answer([10, 20], max_tokens=3))
+    assert raised.value.code is FailureCode.NOT_FOUND
+    assert session.last_appended is None
+
+
 def test_closing_the_stream_early_cancels_on_the_primary(primary: CannedPrimary, client: Client) -> None:
     session = client.create_session()
     session.append([STALL])

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket as os_socket
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -23,8 +22,8 @@ from kakeya_zmq.io.connections import (
 )
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import CONTROL_SERVER, create_socket
+from tests.loopback.reactor_kit import WAIT_S, run_until
 
-WAIT_S = 20.0
 UNPROVEN_MAX = 5
 CONNECTIONS_MAX = 12
 
@@ -59,17 +58,7 @@ class Guarded:
             self.socket.send_multipart(frames, zmq.DONTWAIT)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        given_up_at = time.monotonic() + WAIT_S
-
-        def check() -> None:
-            if condition() or time.monotonic() > given_up_at:
-                self.reactor.stop()
-            else:
-                self.reactor.call_later(0.002, check)
-
-        check()
-        self.reactor.run()
-        assert condition()
+        run_until(self.reactor, condition)
 
     def stranger(self) -> os_socket.socket:
         return os_socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import socket as os_socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
@@ -19,11 +18,12 @@ from kakeya_zmq.io.control_client import NOBODY_THERE, NOT_A_NODE, WRONG_PSK, Co
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address
-from kakeya_zmq.protocol.session import LocalNode, PeerInfo
+from kakeya_zmq.protocol.session import PeerInfo
+from tests.loopback.reactor_kit import WAIT_S, node, run_until
 from tests.loopback.throttle import SlowLink
 from wire import limits
 from wire.errors import FailureCode, InvalidInput, LocalProtocolError, PortInUseError
-from wire.keys import FleetKey, NodeIdentity
+from wire.keys import FleetKey
 from wire.messages import (
     AppendTokens,
     Credit,
@@ -41,17 +41,10 @@ from wire.messages import (
 
 Row: TypeAlias = dict[str, int | float | str | bool | None]
 
-WAIT_S = 20.0
 LOOPBACK = Address("127.0.0.1", 0)
 KEY = FleetKey(b"k" * 32)
 OTHER_KEY = FleetKey(b"o" * 32)
 PROGRESS = JobProgress(tokens_done=1, tokens_total=2, tokens_reused=0)
-
-
-def node(name: str, incarnation: int = 1) -> LocalNode:
-    return LocalNode(
-        node_id=name, identity=NodeIdentity.generate(), roles=("test",), incarnation=incarnation, software="test"
-    )
 
 
 class World:
@@ -75,18 +68,7 @@ class World:
         return made
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Run the reactor until ``condition()`` holds; it is asked after every turn."""
-        given_up_at = time.monotonic() + WAIT_S
-
-        def check() -> None:
-            if condition() or time.monotonic() > given_up_at:
-                self.reactor.stop()
-            else:
-                self.reactor.call_later(0.002, check)
-
-        check()
-        self.reactor.run()
-        assert condition()
+        run_until(self.reactor, condition)
 
     def turns(self, seconds: float) -> None:
         """Let the reactor run on, to see that something does not happen."""

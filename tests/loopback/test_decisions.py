@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -22,16 +21,6 @@ LANES = 6
 QUICK, SLOW = 10_000.0, 0.02
 """Megabytes a second of the link to the cache: as good as none, and 2.8 s for the KV of a single block."""
 NO_PENALTY = ("--primary-prefill-penalty-ms", "0", "--cache-fetch-timeout-s", "60", "--import-grid", "off")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
 
 
 class Links:
@@ -60,22 +49,15 @@ def links() -> Iterator[tuple[Links, range, str]]:
 
 
 @pytest.fixture(scope="module")
-def running(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory, links: tuple[Links, range, str]
-) -> Iterator[Fleet]:
+def running(empty_fleet: Fleet, links: tuple[Links, range, str]) -> Fleet:
     _, ports, host = links
     shown = f"[{host}]" if ":" in host else host
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        fleet.start(
-            "primary",
-            "cache",
-            primary=NO_PENALTY,
-            cache=(
-                *("--bind", f"127.0.0.1:{ports[0]}", "--advertise", f"{shown}:{ports[0]}"),
-                *("--bulk-ports", f"{ports[1]}-{ports[-1]}"),
-            ),
-        )
-        yield fleet
+    behind_links = (
+        *("--bind", f"127.0.0.1:{ports[0]}", "--advertise", f"{shown}:{ports[0]}"),
+        *("--bulk-ports", f"{ports[1]}-{ports[-1]}"),
+    )
+    empty_fleet.start("primary", "cache", primary=NO_PENALTY, cache=behind_links)
+    return empty_fleet
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from __future__ import annotations
 from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.dialling import UNPROVEN_MAX
-from tests.loopback.test_control import World, answer_done, node
+from tests.loopback.reactor_kit import node
+from tests.loopback.test_control import World, answer_done
 from tests.loopback.test_control import world as world  # the fixture
 from tests.loopback.test_membership import Table, card_of, rebound
 from tests.proxy import free_ports

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,27 +21,9 @@ SHARED_BLOCKS = SHARED // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        fleet.start("primary", "worker", "cache")
-        yield fleet
-
-
-@pytest.fixture
-def fleet(running: Fleet, request: pytest.FixtureRequest) -> Iterator[Fleet]:
-    running.heal()
-    yield running
-    running.show_logs()  # pytest shows it with a failure only
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "worker", "cache")
+    return empty_fleet
 
 
 def node_section(status: Status) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests import fleet_rig as rig
@@ -15,25 +12,12 @@ COUNT = 16
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "worker", "cache", primary=("--link-compression", "zstd"))
+    return empty_fleet
 
 
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        fleet.start("primary", "worker", "cache", primary=("--link-compression", "zstd"))
-        yield fleet
-
-
-@pytest.fixture
-def fleet(running: Fleet) -> Iterator[Fleet]:
-    yield running
-    running.show_logs()  # pytest shows it with a failure only
-
-
-def test_job_publish_and_fetch_are_lossless_with_zstd(fleet: Fleet, folder: Path) -> None:
-    reference = Reference(folder)
+def test_job_publish_and_fetch_are_lossless_with_zstd(fleet: Fleet, reference: Reference) -> None:
     tokens = prompt(900, seed=1)
     expected = reference.answer(tokens, COUNT)
     with fleet["primary"].client() as client:

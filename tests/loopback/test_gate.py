@@ -14,7 +14,7 @@ from zmq.utils import z85
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import ZAP_ENDPOINT, Gate
 from kakeya_zmq.io.sockets import Address, SocketProfile
-from tests.loopback.lane_support import HOST, Context, clean_context, wait_until
+from tests.loopback.lane_support import HOST, Context, wait_until
 from wire import limits
 from wire.errors import LocalProtocolError
 
@@ -31,12 +31,6 @@ class Pair:
     def make(cls) -> Pair:
         public, secret = zmq.curve_keypair()
         return cls(z85.decode(public), z85.decode(secret))
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    with clean_context() as made:
-        yield made
 
 
 @pytest.fixture

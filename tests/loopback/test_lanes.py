@@ -31,7 +31,6 @@ from tests.loopback.lane_support import (
     Context,
     HandMadeSender,
     Mailbox,
-    clean_context,
     expected,
     make_part,
     same_parts,
@@ -60,19 +59,6 @@ MIXED_LENGTHS = (
     31_000,
 )
 MIXED = [make_part(number, length) for number, length in enumerate(MIXED_LENGTHS)]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    with clean_context() as made:
-        yield made
-
-
-@pytest.fixture
-def gate(context: Context) -> Iterator[Gate]:
-    made = Gate(context)
-    yield made
-    made.close()
 
 
 @pytest.fixture

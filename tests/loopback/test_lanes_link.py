@@ -7,7 +7,7 @@ import struct
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -31,7 +31,6 @@ from tests.loopback.lane_support import (
     Context,
     HandMadeSender,
     Mailbox,
-    clean_context,
     expected,
     make_part,
     same_parts,
@@ -43,23 +42,10 @@ from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind
 from wire.ids import NodeId
-from wire.messages import CipherSuite, LinkCodec, PartKind, PartMeta, ValueBytes
+from wire.messages import CipherSuite, LinkCodec, PartKind, PartMeta, TransferGrant, ValueBytes
 
 CODECS = pytest.mark.parametrize("codec", [LinkCodec.ZLIB, LinkCodec.ZSTD])
 WIDTHS: tuple[ValueBytes, ...] = (1, 2, 4)
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    with clean_context() as made:
-        yield made
-
-
-@pytest.fixture
-def gate(context: Context) -> Iterator[Gate]:
-    made = Gate(context)
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -81,6 +67,23 @@ def part_of(number: int, payload: bytes) -> Part:
         checksum=part_checksum(payload),
     )
     return Part(meta=meta, payload=memoryview(payload))
+
+
+def receive(
+    context: Context, mailbox: Mailbox, grant: TransferGrant, parts: Sequence[Part], *, verify_digests: bool = False
+) -> ReceiverLane:
+    """A receiver that a hand-made sender has granted a transfer of these parts."""
+    return ReceiverLane.connect(
+        context,
+        lane=RECEIVER,
+        host=HOST,
+        grant=grant,
+        expected=expected(parts),
+        budget_bytes=limits.MIB,
+        idle_timeout_s=DEADLINE_S,
+        post=mailbox.post,
+        verify_digests=verify_digests,
+    )
 
 
 def noise(length_bytes: int) -> bytes:
@@ -278,17 +281,7 @@ def test_a_bad_frame_ends_the_transfer_and_shows_nothing(context: Context, gate:
     mailbox = Mailbox()
     sender = HandMadeSender(context, gate)
     tracemalloc.start()
-    lane = ReceiverLane.connect(
-        context,
-        lane=RECEIVER,
-        host=HOST,
-        grant=replace(sender.grant, link_codec=LinkCodec.ZSTD),
-        expected=expected(PARTS),
-        budget_bytes=limits.MIB,
-        idle_timeout_s=DEADLINE_S,
-        post=mailbox.post,
-        verify_digests=True,
-    )
+    lane = receive(context, mailbox, replace(sender.grant, link_codec=LinkCodec.ZSTD), PARTS, verify_digests=True)
     sender.send(sender.manifest(0, PARTS), sender.data(1, plaintext, final=True))
     finished = mailbox.wait_for(LaneFinished)
     peak_bytes = tracemalloc.get_traced_memory()[1]
@@ -307,17 +300,7 @@ def test_what_came_before_a_bad_frame_stays(context: Context, gate: Gate) -> Non
     parts = [make_part(0, CHUNK_BYTES), make_part(1, CHUNK_BYTES), make_part(2, 2 * CHUNK_BYTES)]
     mailbox = Mailbox()
     sender = HandMadeSender(context, gate)
-    lane = ReceiverLane.connect(
-        context,
-        lane=RECEIVER,
-        host=HOST,
-        grant=replace(sender.grant, link_codec=LinkCodec.ZLIB),
-        expected=expected(parts),
-        budget_bytes=limits.MIB,
-        idle_timeout_s=DEADLINE_S,
-        post=mailbox.post,
-        verify_digests=False,
-    )
+    lane = receive(context, mailbox, replace(sender.grant, link_codec=LinkCodec.ZLIB), parts)
     encoder = FrameEncoder("zlib")
     half = bytes(encoder.encode([parts[2].payload[:CHUNK_BYTES]], 1))
     frames = [bytes(encoder.encode([part.payload], 1)) for part in parts[:2]]
@@ -337,17 +320,7 @@ def test_what_came_before_a_bad_frame_stays(context: Context, gate: Gate) -> Non
 def test_a_frame_on_a_plain_transfer_is_refused(context: Context, gate: Gate) -> None:
     mailbox = Mailbox()
     sender = HandMadeSender(context, gate)
-    lane = ReceiverLane.connect(
-        context,
-        lane=RECEIVER,
-        host=HOST,
-        grant=sender.grant,
-        expected=expected(PARTS),
-        budget_bytes=limits.MIB,
-        idle_timeout_s=DEADLINE_S,
-        post=mailbox.post,
-        verify_digests=False,
-    )
+    lane = receive(context, mailbox, sender.grant, PARTS)
     sender.send(sender.manifest(0, PARTS), sender.data(1, frame_of(), final=True))
     finished = mailbox.wait_for(LaneFinished)
     sender.close()
@@ -359,17 +332,7 @@ def test_a_frame_on_a_plain_transfer_is_refused(context: Context, gate: Gate) ->
 def test_a_manifest_gets_no_room_for_a_frame(context: Context, gate: Gate) -> None:
     mailbox = Mailbox()
     sender = HandMadeSender(context, gate)
-    lane = ReceiverLane.connect(
-        context,
-        lane=RECEIVER,
-        host=HOST,
-        grant=replace(sender.grant, link_codec=LinkCodec.ZSTD),
-        expected=expected(PARTS),
-        budget_bytes=limits.MIB,
-        idle_timeout_s=DEADLINE_S,
-        post=mailbox.post,
-        verify_digests=False,
-    )
+    lane = receive(context, mailbox, replace(sender.grant, link_codec=LinkCodec.ZSTD), PARTS)
     sender.send(sender.seal(sender.header(ChunkKind.MANIFEST, 0, CHUNK_BYTES + 1), bytes(CHUNK_BYTES + 1)))
     finished = mailbox.wait_for(LaneFinished)
     sender.close()

@@ -6,13 +6,14 @@ import contextlib
 import shutil
 import signal
 import socket as os_socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from daemons.askers import Askers
 from daemons.membership import announced_endpoints, next_incarnation, parse_endpoint, seconds_asleep
+from daemons.own_addresses import own_hosts
 from daemons.peers import PASSING_MAX, PeerTable
 from kakeya_zmq.config import resolve_settings
 from kakeya_zmq.io.control_client import ControlClient
@@ -22,7 +23,8 @@ from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from tests import fleet_rig as rig
 from tests.fleet_rig import Fleet, ask, prompt, wait_until
-from tests.loopback.test_control import KEY, Asked, World, answer_done, node
+from tests.loopback.reactor_kit import node
+from tests.loopback.test_control import KEY, Asked, World, answer_done
 from tests.loopback.test_control import world as world  # the fixture
 from tests.proxy import free_ports, other_loopback
 from wire.cards import Card, Endpoint
@@ -305,22 +307,9 @@ def test_the_priority_is_the_networks_unless_one_is_given() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("members")) as fleet:
-        fleet.start("primary", "cache")
-        yield fleet
-
-
-@pytest.fixture
-def fleet(running: Fleet) -> Iterator[Fleet]:
-    running.heal()
-    yield running
-    running.show_logs()
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "cache")
+    return empty_fleet
 
 
 def told(fleet: Fleet, *words: str) -> Callable[[], bool]:
@@ -335,14 +324,13 @@ def test_a_node_that_sleeps_longer_than_its_ttl_vanishes_and_is_used_again_when_
     fleet.wait_joined()
 
 
-def test_a_worker_that_only_the_settings_name_is_used(fleet: Fleet, folder: Path) -> None:
+def test_a_worker_that_only_the_settings_name_is_used(fleet: Fleet, model: Path) -> None:
     # It joins through nobody, and nobody else knows it.
-    with Fleet(folder, fleet.home / "alone") as alone:
+    with Fleet(model, fleet.home / "alone") as alone:
         shutil.copy2(fleet.psk_file, alone.psk_file)
         shutil.copytree(fleet.home / "tenants", alone.home / "tenants")
         worker = alone.add("worker", name="named-worker")
-        worker.launch()
-        worker.wait_ready()
+        alone.launch(worker)
         primary = alone.add("primary", "--worker", worker.address, "--cache-peer", fleet["cache"].address, name="second")
         primary.launch()
         primary.wait_ready()
@@ -380,8 +368,25 @@ def test_a_worker_with_two_networks_is_reached_and_sends_over_the_better_one(fle
         del fleet.nodes["two-networks"]
 
 
-def test_a_second_node_with_a_name_that_is_taken_is_told_so(fleet: Fleet, folder: Path) -> None:
-    with Fleet(folder, fleet.home / "twin") as other:
+def test_a_node_that_serves_everywhere_announces_addresses_that_others_can_dial(fleet: Fleet) -> None:
+    (port,) = free_ports(1, ("127.0.0.1", *own_hosts(six=False)))
+    cache = fleet.add("cache", "--bind", f"0.0.0.0:{port}", name="everywhere")
+    try:
+        cache.launch(fleet["primary"].address)
+        cache.wait_ready()
+        with cache.client() as client:
+            assert any("--advertise is not given" in line for line in client.status().recent)
+        fleet.wait_card("everywhere", lambda row: row.get("state") == "up", "it is dialled at what its card says")
+        with fleet["primary"].client() as client:
+            (row,) = [row for row in client.status().peers if row["node_id"] == "everywhere"]
+        assert row["address"] in {f"{host}:{port}" for host in own_hosts(six=False)}
+    finally:
+        cache.kill()
+        del fleet.nodes["everywhere"]
+
+
+def test_a_second_node_with_a_name_that_is_taken_is_told_so(fleet: Fleet, model: Path) -> None:
+    with Fleet(model, fleet.home / "twin") as other:
         shutil.copy2(fleet.psk_file, other.psk_file)
         twin = other.add("cache")  # another home, thus another identity key
         twin.launch(fleet["primary"].address)

@@ -28,31 +28,10 @@ SPREAD = (129, 257, 385, 513, 641, 769, 897, 1025)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
-@pytest.fixture(scope="module")
-def running(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as fleet:
-        fleet.start("primary")
-        for name in CACHES:
-            fleet.add("cache", name=name).launch(fleet["primary"].address)
-        for name in CACHES:
-            fleet[name].wait_ready()
-        fleet.wait_joined()
-        yield fleet
-
-
-@pytest.fixture
-def fleet(running: Fleet) -> Fleet:
-    running.heal()
-    return running
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary")
+    empty_fleet.launch(*[empty_fleet.add("cache", name=name) for name in CACHES])
+    return empty_fleet
 
 
 def held_bytes(fleet: Fleet) -> dict[str, int]:
@@ -148,7 +127,7 @@ def fetchable(client: Client, history: list[int]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def slow(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowFleet]:
+def slow(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlowFleet]:
     """The same fleet, with slow links to the bulk ports of the second cache."""
     try:
         host = other_loopback()
@@ -158,21 +137,14 @@ def slow(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.
     with contextlib.ExitStack() as stack:
         stack.enter_context(SlowLink(ports[0], QUICK, (host, ports[0])))
         links = [stack.enter_context(SlowLink(port, QUICK, (host, port))) for port in ports[1:]]
-        fleet = stack.enter_context(rig.kept_fleet(request, folder, tmp_path_factory.mktemp("slow")))
+        fleet = stack.enter_context(rig.kept_fleet(request, model, tmp_path_factory.mktemp("slow")))
         fleet.start("primary", primary=("--cache-fetch-timeout-s", "60"))
         shown = f"[{host}]" if ":" in host else host
-        fleet.add("cache", name="cache")
-        fleet.add(
-            "cache",
+        behind_links = (
             *("--bind", f"127.0.0.1:{ports[0]}", "--advertise", f"{shown}:{ports[0]}"),
             *("--bulk-ports", f"{ports[1]}-{ports[-1]}"),
-            name="cache2",
         )
-        for name in CACHES:
-            fleet[name].launch(fleet["primary"].address)
-        for name in CACHES:
-            fleet[name].wait_ready()
-        fleet.wait_joined()
+        fleet.launch(fleet.add("cache", name="cache"), fleet.add("cache", *behind_links, name="cache2"))
         yield fleet, links
 
 

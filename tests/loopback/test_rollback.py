@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
-from tests import fleet_rig as rig
 from tests.fleet_rig import Fleet, Reference, ask, figure, prompt
 from wire.errors import RequestFailed
 from wire.messages import PrefillPolicy, SourceKind
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "worker", "cache", primary=("--enable-prefill-cache=0",))
+    return empty_fleet
 
 
-@pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("rollback")) as fleet:
-        fleet.start("primary", "worker", "cache", primary=("--enable-prefill-cache=0",))
-        yield fleet
-        fleet.show_logs()
-
-
-def test_every_prompt_is_computed_here_and_nothing_is_kept(fleet: Fleet, folder: Path) -> None:
+def test_every_prompt_is_computed_here_and_nothing_is_kept(fleet: Fleet, reference: Reference) -> None:
     tokens = prompt(700, 5)
-    expected = Reference(folder).answer(tokens, 6)
+    expected = reference.answer(tokens, 6)
     with fleet["primary"].client() as client, fleet["worker"].client() as worker, fleet["cache"].client() as cache:
         for _ in range(2):
             with client.create_session(policy=PrefillPolicy.LOCAL_FALLBACK) as session:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,15 @@ OVERHEAD_MAX = 1.05
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # A window that holds a whole turn: of a narrower one, the rows of a long answer's first block are gone at its end.
     return rig.model_folder(tmp_path_factory, "wide", sliding_window=256)
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("fleet")) as running:
-        running.start("primary", "cache")
-        yield running
+def running(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "cache")
+    return empty_fleet
 
 
 class Ledger:
@@ -48,8 +46,7 @@ class Ledger:
         return [figure(self._primary, "cache", "bytes_used"), peer, figure(self._primary, "prefill", "bytes_published")]
 
 
-def test_answered_prompts_and_chats_take_the_room_of_their_tokens(fleet: Fleet, folder: Path) -> None:
-    reference = Reference(folder)
+def test_answered_prompts_and_chats_take_the_room_of_their_tokens(fleet: Fleet, reference: Reference) -> None:
     with fleet["primary"].client() as client:
         ledger = Ledger(fleet, client)
         answer(client, prompt(65, 1), 1, policy=PrefillPolicy.LOCAL_ONLY)
@@ -84,10 +81,12 @@ def test_answered_prompts_and_chats_take_the_room_of_their_tokens(fleet: Fleet, 
         rig.wait_idle(client)
 
 
-def test_a_prompt_that_came_back_from_a_peer_is_a_full_hit_of_the_own_cache_afterwards(fleet: Fleet, folder: Path) -> None:
+def test_a_prompt_that_came_back_from_a_peer_is_a_full_hit_of_the_own_cache_afterwards(
+    fleet: Fleet, reference: Reference
+) -> None:
     """The peer holds the answered prompt's tail as a cut: who fetches it has to know that, too."""
     tokens = prompt(330, 77)
-    expected = Reference(folder).answer(tokens, ANSWERED)
+    expected = reference.answer(tokens, ANSWERED)
     with fleet["primary"].client() as client:
         answer(client, tokens, ANSWERED, policy=PrefillPolicy.LOCAL_ONLY)
         wait_published(client)

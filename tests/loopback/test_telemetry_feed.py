@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -20,9 +20,9 @@ from kakeya_zmq.io.bus import Publisher, Subscriber
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.kvfs import namespaces
-from kakeya_zmq.protocol.session import LocalNode
 from tests import fleet_rig as rig
 from tests.fleet_rig import Fleet, ask, prompt, wait_published, wait_until
+from tests.loopback.reactor_kit import node, run_until
 from wire.bus import BusMessage, Topic
 from wire.errors import RequestFailed
 from wire.events import (
@@ -35,7 +35,7 @@ from wire.events import (
     TransferEvent,
     decode_event,
 )
-from wire.keys import FleetKey, NodeIdentity, TelemetryKey, write_secret_file
+from wire.keys import FleetKey, TelemetryKey, write_secret_file
 from wire.messages import PrefillPolicy, PrefillProgress
 
 TELEMETRY = tuple(topic for topic in Topic if topic.group.value == "telemetry")
@@ -43,15 +43,10 @@ WAIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    folder = rig.model_folder(tmp_path_factory)
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("telemetry")) as running:
-        running.start("primary", "worker", "cache")
-        small = running.add("primary", "--cache-gb", "0.001", name="small")
-        small.launch(running.seed_for(small))
-        small.wait_ready()
-        running.wait_joined()
-        yield running
+def fleet(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "worker", "cache")
+    empty_fleet.launch(empty_fleet.add("primary", "--cache-gb", "0.001", name="small"))
+    return empty_fleet
 
 
 class Reader:
@@ -294,10 +289,7 @@ def test_refusals_and_evictions_are_told_in_sums(fleet: Fleet) -> None:
 def test_the_publisher_knows_what_somebody_listens_to() -> None:
     key = FleetKey(FleetKey.generate())
     reactor = Reactor()
-    local = LocalNode(
-        node_id="n", identity=NodeIdentity.generate(), roles=("test",), incarnation=1, software=""
-    )  # fmt: skip
-    publisher = Publisher(reactor, bind=Address("127.0.0.1", 0), local=local, fleet_key=key)
+    publisher = Publisher(reactor, bind=Address("127.0.0.1", 0), local=node("n"), fleet_key=key)
     made: list[Subscriber] = []
 
     def subscriber(*topics: Topic) -> Subscriber:
@@ -306,38 +298,25 @@ def test_the_publisher_knows_what_somebody_listens_to() -> None:
         made.append(one)
         return one
 
-    def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + WAIT_S
-
-        def check() -> None:
-            if condition() or time.monotonic() > deadline:
-                reactor.stop()
-            else:
-                reactor.call_later(0.002, check)
-
-        check()
-        reactor.run()
-        assert condition()
-
     try:
         assert not publisher.has_subscribers(Topic.JOB)
         first = subscriber(Topic.JOB, Topic.NODE)
         second = subscriber(Topic.JOB, Topic.LOG)
-        until(lambda: all(map(publisher.has_subscribers, (Topic.JOB, Topic.NODE, Topic.LOG))))
+        run_until(reactor, lambda: all(map(publisher.has_subscribers, (Topic.JOB, Topic.NODE, Topic.LOG))))
         first.close()
-        until(lambda: not publisher.has_subscribers(Topic.NODE))
+        run_until(reactor, lambda: not publisher.has_subscribers(Topic.NODE))
         assert publisher.has_subscribers(Topic.JOB)
         # One reader cannot silence a topic for another by taking back what it never asked for.
         second._socket.setsockopt(zmq.UNSUBSCRIBE, Topic.LOG.frame)
         third = subscriber(Topic.JOB)
         third._socket.setsockopt(zmq.UNSUBSCRIBE, Topic.JOB.frame)
         subscriber(Topic.EVICTION)
-        until(lambda: publisher.has_subscribers(Topic.EVICTION))
+        run_until(reactor, lambda: publisher.has_subscribers(Topic.EVICTION))
         assert publisher.has_subscribers(Topic.JOB)
         second.disconnect(publisher.address)
         for one in made[2:]:
             one.close()
-        until(lambda: not publisher.has_subscribers(Topic.EVICTION))
+        run_until(reactor, lambda: not publisher.has_subscribers(Topic.EVICTION))
     finally:
         for one in made:
             one.close()

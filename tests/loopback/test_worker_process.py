@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,15 @@ ADAPTIVE = ("--adaptive-cache", "--cache-min-gb", "0.03125", "--memory-reserve-g
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
+def fleet(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "worker", worker=ADAPTIVE)
+    empty_fleet.launch(empty_fleet.add("primary", name="second"))
+    return empty_fleet
 
 
-@pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path_factory.mktemp("worker")) as fleet:
-        fleet.start("primary", "worker", worker=ADAPTIVE)
-        second = fleet.add("primary", name="second")
-        second.launch(fleet.seed_for(second))
-        second.wait_ready()
-        yield fleet
-        fleet.show_logs()
-
-
-def test_two_primaries_with_one_prompt_cost_the_worker_one_computation(fleet: Fleet, folder: Path) -> None:
+def test_two_primaries_with_one_prompt_cost_the_worker_one_computation(fleet: Fleet, reference: Reference) -> None:
     tokens = prompt(PROMPT_TOKENS, 11)
-    expected = Reference(folder).answer(tokens, 8)
+    expected = reference.answer(tokens, 8)
     with fleet["worker"].client() as worker, fleet["primary"].client() as first, fleet["second"].client() as second:
 
         def knows_worker() -> bool:
@@ -60,8 +50,8 @@ def test_two_primaries_with_one_prompt_cost_the_worker_one_computation(fleet: Fl
         assert figure(worker, "cache", "bytes_reserved") == 0
 
 
-def test_a_node_of_the_same_name_does_not_start_on_one_machine(fleet: Fleet, folder: Path) -> None:
-    with Fleet(folder, fleet.home / "elsewhere") as other:
+def test_a_node_of_the_same_name_does_not_start_on_one_machine(fleet: Fleet, model: Path) -> None:
+    with Fleet(model, fleet.home / "elsewhere") as other:
         twin = other.add("worker")
         twin.environment = {"KAKEYA_HOME": str(fleet.home)}
         twin.launch(fleet["primary"].address)
@@ -86,8 +76,8 @@ def test_an_adaptive_worker_takes_what_the_machine_leaves(fleet: Fleet) -> None:
         wait_until(fits, "the store has its size")
 
 
-def test_a_floor_above_the_ceiling_is_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
-    flags = ("--model", str(folder), "--bind", "127.0.0.1:0", "--adaptive-cache", "--cache-gb", "0.1")
+def test_a_floor_above_the_ceiling_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    flags = ("--model", str(model), "--bind", "127.0.0.1:0", "--adaptive-cache", "--cache-gb", "0.1")
     made = rig.run_kakeya("key", "new", home=tmp_path)
     assert made.returncode == 0, made.stderr
     refused = rig.run_kakeya("worker", *flags, home=tmp_path)

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from daemons.top_command import PANELS_OF
+from dashboard.fleet_view import HERE
 from dashboard.monitor import event_lines
 from dashboard.monitor.event_lines import TOPICS, EventLines, TappedFleet, event_line
 from tests.dashboard.kit import message, snapshot, worker_snapshot
@@ -62,7 +63,7 @@ def test_what_is_no_number_in_json_is_null() -> None:
 
 
 def test_a_malformed_message_gives_no_line() -> None:
-    assert event_line(BusMessage(NodeId("x"), Topic.JOB, 1, 1, b"\xff"), 0.0) is None
+    assert event_line(BusMessage(NodeId("x"), Topic.JOB, 1, 1, b"\xff", bytes(32)), 0.0) is None
 
 
 def test_messages_come_once_and_in_their_order_with_the_changes_of_the_bus() -> None:
@@ -107,3 +108,21 @@ def test_a_reader_that_is_too_slow_loses_the_oldest_and_is_told(monkeypatch: Any
 def test_every_topic_of_the_bus_can_be_chosen_and_has_a_panel() -> None:
     assert set(TOPICS) == set(PANELS_OF)
     assert set(TOPICS.values()) == {topic for topic in Topic if topic.group is Group.TELEMETRY}
+
+
+def test_what_was_refused_is_told_as_a_security_event_of_this_reader() -> None:
+    fleet, out = TappedFleet(), list[str]()
+    lines = lines_of(fleet, out, topics=(Topic.SECURITY,), shows=lambda name: name == "alpha")
+    fleet.refuse("alpha", "not signed with its key", 3)
+    fleet.refuse("beta", "not signed with its key", 1)
+    lines.step(0.0)
+    (told,) = [json.loads(line) for line in out if json.loads(line)["topic"] == "security"]
+    assert told["node"] == HERE
+    assert {name: told["event"][name] for name in ("kind", "subject", "count", "text")} == {
+        "kind": "telemetry_refused",
+        "subject": "alpha",
+        "count": 3,
+        "text": "not signed with its key",
+    }
+    lines.step(0.0)
+    assert sum("telemetry_refused" in line for line in out) == 1

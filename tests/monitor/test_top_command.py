@@ -18,7 +18,7 @@ import pytest
 from rich.cells import cell_len
 
 from daemons import command
-from tests.fleet_rig import PROJECT, Fleet, clean_environment, kept_fleet, model_folder, prompt, run_kakeya, worker_only
+from tests.fleet_rig import PROJECT, Fleet, clean_environment, prompt, run_kakeya, worker_only
 from wire.errors import ConfigError, RequestFailed, SecretFileError
 from wire.keys import FleetKey, TelemetryKey, write_secret_file
 
@@ -26,11 +26,9 @@ FLAGS = ("--telemetry-interval-s", "1")
 
 
 @pytest.fixture(scope="module")
-def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("home")
-    with kept_fleet(request, model_folder(tmp_path_factory), home) as made:
-        made.start("primary", "worker", primary=FLAGS, worker=FLAGS)
-        yield made
+def fleet(empty_fleet: Fleet) -> Fleet:
+    empty_fleet.start("primary", "worker", primary=FLAGS, worker=FLAGS)
+    return empty_fleet
 
 
 @pytest.fixture

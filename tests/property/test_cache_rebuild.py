@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.model import state
-from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+from kakeya_zmq.model.layout import CacheLayout
+from kakeya_zmq.model.policy import CachePolicy
 from tests import tiny_models
 from tests.cache_runs import BLOCK, Run, held, parts_at, run_from_nothing, run_on, same
 from wire.errors import DataLossError, InvalidInput

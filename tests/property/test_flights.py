@@ -38,21 +38,17 @@ from kakeya_zmq.protocol.effects import (
     Tick,
 )
 from kakeya_zmq.protocol.flights import Flight, Flights
-from kakeya_zmq.protocol.prepare import (
-    Cancelled,
-    IdAllocator,
-    Phase,
-    PreparationSettings,
-    PromptPreparation,
-    Ready,
-    Unavailable,
-)
+from kakeya_zmq.protocol.prepare import PromptPreparation
+from kakeya_zmq.protocol.prepare_phases import Phase
+from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, PreparationSettings, Ready, Unavailable
 from kakeya_zmq.store import BlockStore
 from tests.unit.preparation_kit import (
     BLOCK,
+    GRANT,
     REQUIREMENTS,
     STATEFUL,
     FakeEngine,
+    accepted,
     all_parts,
     chain_of,
     new_store,
@@ -60,7 +56,7 @@ from tests.unit.preparation_kit import (
     tokens_of,
 )
 from wire.errors import FailureCode
-from wire.messages import CipherSuite, PrefillPolicy, Requirement, SubmitJob, TransferGrant
+from wire.messages import PrefillPolicy, Requirement, SourceKind, SubmitJob
 
 LIMITS = PreparationSettings(
     worker_timeout_s=20.0,
@@ -68,9 +64,6 @@ LIMITS = PreparationSettings(
     remote_minimum_tokens=8,
     early_import_bytes=100,
     segment_tokens=32,
-)
-GRANT = TransferGrant(
-    transfer_id=bytes(16), port=1, token="0" * 32, key=bytes(32), suite=CipherSuite.SECRETBOX, chunk_bytes=65_536
 )
 END_S = 300.0
 
@@ -143,12 +136,13 @@ class Crowd:
     def perform(self, member: Member, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
-                case Ask(ask=ask, body=SubmitJob()):
+                case Ask(ask=ask, node_id=node_id, body=SubmitJob() as job):
                     member.asks[ask] = effect
                     if self.rng.random() < self.trouble:
                         if self.rng.random() < 0.5:
                             self.later(0.1, member, AskFailed(ask, FailureCode.UNAVAILABLE, "no"))
                     else:
+                        self.later(0.01, member, AskProgressed(ask, accepted(job, node_id)))
                         self.later(0.05, member, AskProgressed(ask, GRANT))
                 case ConnectReceiver(lane=lane):
                     member.lanes[lane] = effect
@@ -351,10 +345,16 @@ def test_a_follower_takes_over_with_what_has_arrived_when_its_leader_is_cancelle
     for member in crowd.members:
         crowd.wake(member)
     assert [m.machine.phase for m in crowd.members] == [Phase.COMPUTE, Phase.FOLLOW, Phase.FOLLOW]
+    seen = []
     while leader.engine.position < 96:
         _, _, member, event = heapq.heappop(crowd.agenda)
         assert isinstance(event, int)
         crowd.engine_step(member, event)
+        crowd.pass_on()
+        seen.append(second.machine.progress.tokens_done)
+    assert sorted(seen) == seen, "who waits sees what the other one has brought"
+    assert seen[-1] >= 64
+    assert second.machine.progress.source is SourceKind.HOT
     crowd.perform(leader, leader.machine.cancel(crowd.now))
     crowd.pass_on()
     crowd.run()

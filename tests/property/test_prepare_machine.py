@@ -38,13 +38,17 @@ from kakeya_zmq.protocol.effects import (
     SendUpdate,
     Tick,
 )
-from kakeya_zmq.protocol.prepare import Cancelled, PreparationSettings, Ready, Unavailable
+from kakeya_zmq.protocol.prepare_values import Cancelled, PreparationSettings, Ready, Unavailable
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
+    GRANT,
+    JOB_KEYS,
     REQUIREMENTS,
     FakeEngine,
+    accepted,
     all_parts,
+    binding_of,
     chain_of,
     new_store,
     preparation,
@@ -53,10 +57,8 @@ from tests.unit.preparation_kit import (
 from wire.codec import pack_bitmap, unpack_hashes
 from wire.errors import FailureCode
 from wire.messages import (
-    CipherSuite,
     Done,
     Fetch,
-    JobAccepted,
     JobProgress,
     JobResult,
     Lookup,
@@ -69,7 +71,6 @@ from wire.messages import (
     SourceKind,
     SubmitJob,
     Tail,
-    TransferGrant,
     TransferResult,
 )
 
@@ -83,9 +84,6 @@ LIMITS = PreparationSettings(
     early_import_bytes=100,
 )
 ENGINE_SLACK_S = 10.0
-GRANT = TransferGrant(
-    transfer_id=bytes(16), port=1, token="0" * 32, key=bytes(32), suite=CipherSuite.SECRETBOX, chunk_bytes=65_536
-)
 
 
 class Fleet:
@@ -222,8 +220,8 @@ class Fleet:
                 assert len(fetch.parts) > 0
                 self._later(delay, AskProgressed(ask.ask, GRANT))
             case SubmitJob() as job:
-                assert job.tokens == self.history.tobytes()
-                self._later(0.001, AskProgressed(ask.ask, JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=10)))
+                assert JOB_KEYS.open(binding_of(job, ask.node_id), job.prompt) == self.history.tobytes()
+                self._later(0.001, AskProgressed(ask.ask, accepted(job, ask.node_id, eta_ms=10)))
                 self._later(delay, AskProgressed(ask.ask, GRANT))
                 progress = JobProgress(tokens_done=self.target // 2, tokens_total=self.target, tokens_reused=0)
                 self._later(delay + 0.1, AskProgressed(ask.ask, progress))

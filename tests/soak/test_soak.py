@@ -33,14 +33,9 @@ TIMEOUTS = (
 )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[Fleet]:
-    with rig.kept_fleet(request, folder, tmp_path) as running:
+def fleet(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Fleet]:
+    with rig.kept_fleet(request, model, tmp_path) as running:
         small = ("--cache-gb", STORE_GB)
         running.start("primary", "worker", "cache", primary=(*small, *TIMEOUTS), worker=small, cache=small)
         yield running
@@ -54,10 +49,10 @@ def fleet(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Itera
         pytest.param(1_200, marks=[pytest.mark.slow, pytest.mark.timeout(1_700)], id="twenty-minutes"),
     ],
 )
-def test_nothing_goes_wrong_and_nothing_grows(fleet: Fleet, folder: Path, duration_s: float) -> None:
+def test_nothing_goes_wrong_and_nothing_grows(fleet: Fleet, reference: Reference, duration_s: float) -> None:
     seed = int(os.environ.get("SOAK_SEED", "0")) or random.randrange(1, 1_000_000)
     print(f"SOAK_SEED={seed}")
-    script = Script(Reference(folder), seed)
+    script = Script(reference, seed)
     with ExitStack() as clients:
         users = [
             User(number, clients.enter_context(fleet["primary"].client()), script, seed + number) for number in range(USERS)

@@ -38,30 +38,15 @@ REMOTE = {"policy": PrefillPolicy.REMOTE_REQUIRED, "use_local_cache": False}
 OTHER_PROTOCOL = "another protocol version"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return rig.model_folder(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    return Reference(folder)
-
-
 @pytest.fixture
-def operations(request: pytest.FixtureRequest, folder: Path, tmp_path: Path) -> Iterator[Operations]:
-    with rig.kept_fleet(request, folder, tmp_path) as fleet:
+def operations(request: pytest.FixtureRequest, model: Path, tmp_path: Path) -> Iterator[Operations]:
+    with rig.kept_fleet(request, model, tmp_path) as fleet:
         made = Operations(fleet)
         first = made.add("primary", WITNESS, PRIMARIES[WITNESS], *SMALL, *TIMEOUTS)
-        first.launch()
-        first.wait_ready()
+        fleet.launch(first)
         others = [made.add("primary", SECOND, PRIMARIES[SECOND], *SMALL, *TIMEOUTS), made.add("cache", HOLDER, OLD, *SMALL)]
         others += [made.add("worker", name, stored_as, *SMALL) for name, stored_as in WORKERS.items()]
-        for node in others:
-            node.launch(fleet.seed_for(node))
-        for node in others:
-            node.wait_ready()
-        fleet.wait_joined()
+        fleet.launch(*others)
         yield made
         fleet.show_logs()
 
@@ -154,10 +139,15 @@ def assert_not_mixed(operations: Operations, reference: Reference, seed: int) ->
                 {HOLDER},
             )
     assert held[2] == 2 * held[1], "as many parts of the one format as of the other"
-    with fleet[HOLDER].client() as holder:
-        names = {view["fingerprint"][:FINGERPRINT_SHOWN] for view in namespaces(holder.cards()) if HOLDER in stores_of(view)}
-    assert names == {fingerprint(fleet[name]) for name in PRIMARIES}
+    names = {fingerprint(fleet[name]) for name in PRIMARIES}
     assert len(names) == len(PRIMARIES)
+    with fleet[HOLDER].client() as holder:
+
+        def held_namespaces() -> set[str]:
+            views = namespaces(holder.cards())
+            return {view["fingerprint"][:FINGERPRINT_SHOWN] for view in views if HOLDER in stores_of(view)}
+
+        wait_until(lambda: held_namespaces() == names, "the holder's card tells of both formats")
 
 
 def providers(said: Answer) -> set[str]:
@@ -174,10 +164,10 @@ def fingerprint(node: Node) -> str:
 
 
 def test_a_node_of_the_next_protocol_version_stays_outside_and_both_sides_say_so(
-    request: pytest.FixtureRequest, folder: Path, reference: Reference, tmp_path: Path
+    request: pytest.FixtureRequest, model: Path, reference: Reference, tmp_path: Path
 ) -> None:
     tokens = prompt(400, seed=3)
-    with rig.kept_fleet(request, folder, tmp_path) as fleet:
+    with rig.kept_fleet(request, model, tmp_path) as fleet:
         fleet.start("primary")
         newer = fleet.add("worker", program=NEXT_PROTOCOL)
         newer.launch(fleet["primary"].address)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,6 +67,7 @@ from kakeya_zmq.protocol.inference import (
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PeerView, PreparationSettings, PreparationTask
 from kakeya_zmq.store import BlockStore
+from tests.unit.engine_queues import EngineQueues
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
@@ -120,14 +120,6 @@ class Model:
     closed: bool = False
 
 
-@dataclass
-class Task:
-    ticket: Ticket
-    command: Command
-    steps: Iterator[Event] | None = None
-    cancelled: bool = False
-
-
 class InferenceHost:
     """Carries out the service's effects and holds it to the rules."""
 
@@ -168,7 +160,7 @@ class InferenceHost:
         self.models: dict[str, Model] = {}
         self.engines: dict[str, list[int]] = {}
         """Engine session → the tokens whose KV it holds."""
-        self.queues: dict[str, deque[Task]] = {}
+        self.queues = EngineQueues()
         self.asks: dict[AskId, Any] = {}
         self.published: set[PartRef] = set()
         self.counts: dict[str, int] = {}
@@ -226,11 +218,11 @@ class InferenceHost:
                 else:
                     assert isinstance(body, PrefillProgress)
             case RunCommand(ticket=ticket, command=command):
-                self.queues.setdefault(command.session_id, deque()).append(Task(ticket, command))
+                self.queues.put(ticket, command)
                 if isinstance(command, Decode):
                     self.model_of(command.session_id).decode = ticket
             case CancelCommand(ticket=ticket):
-                next(task for queue in self.queues.values() for task in queue if task.ticket == ticket).cancelled = True
+                self.queues.cancel(ticket)
             case Ask(ask=ask, body=body):
                 self.asks[ask] = body
             case CancelAsk(ask=ask):
@@ -351,29 +343,21 @@ class InferenceHost:
 
     def step(self, choice: int = 0) -> bool:
         """One step of one engine session; False when there is nothing to do."""
-        busy = [name for name, queue in self.queues.items() if queue]
-        if not busy:
+        done = self.queues.step(choice, self.run)
+        if done is None:
             return False
-        name = busy[choice % len(busy)]
-        queue = self.queues[name]
-        cancelled = next((task for task in queue if task.cancelled), None)
-        task = cancelled or queue[0]
-        event = None
-        if cancelled is None:
-            task.steps = task.steps or self.run(task.command)
-            event = next(task.steps, None)
+        name, task, event = done
         if event is not None:
             model = self.models.get(name)
             if isinstance(event, TokenDecoded) and model is not None:
                 model.history.append(event.token)
             self.send(CommandEvent(task.ticket, event))
             return True
-        queue.remove(task)
         model = self.models.get(name)
         if model is not None and model.decode == task.ticket:
             model.decode = None
         held = self.engines.get(name)
-        self.send(CommandEnded(task.ticket, cancelled is not None, None if held is None else len(held)))
+        self.send(CommandEnded(task.ticket, task.cancelled, None if held is None else len(held)))
         return True
 
     def run(self, command: Command) -> Iterator[Event]:
@@ -476,7 +460,11 @@ class InferenceHost:
             self.close(session_id)
         self.settle()
         assert not self.service.busy
-        assert (self.service.session_count, self.service._owners, self.service._decodes) == (0, {}, {})
+        assert (self.service.session_count, self.service._appends._owners, self.service._generations._sessions) == (
+            0,
+            {},
+            {},
+        )
         assert (self.engines, self.open, self.asks) == ({}, {}, {})
         assert self.service.deadline() is None
         assert self.store.stats().leases == 0

@@ -29,22 +29,20 @@ from kakeya_zmq.engine import (
 )
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.flights import Flights
-from kakeya_zmq.protocol.prepare import (
-    IdAllocator,
-    PeerView,
-    PreparationSettings,
-    PreparationTask,
-    PromptPreparation,
-    WorkerView,
-)
+from kakeya_zmq.protocol.prepare import PromptPreparation
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PeerView, PreparationSettings, PreparationTask, WorkerView
 from kakeya_zmq.store import BlockStore
 from wire.errors import CapacityError
 from wire.ids import NodeId
-from wire.messages import PartKind, PartRef, PrefillPolicy, Requirement
+from wire.job_seal import JobBinding, JobKeys
+from wire.messages import CipherSuite, JobAccepted, PartKind, PartRef, PrefillPolicy, Requirement, SubmitJob, TransferGrant
 
 BLOCK = 16
 SEGMENT = 32
 TENANT_KEY = b"t" * 32
+JOB_KEYS = JobKeys(TENANT_KEY)
+OWN_KEY = b"p" * 32
+"""Identity key of the primary."""
 COMPATIBILITY = Compatibility(
     model_id="m",
     model_revision="r",
@@ -60,6 +58,9 @@ COMPATIBILITY = Compatibility(
     tenant_namespace="default",
 )
 FINGERPRINT = COMPATIBILITY.fingerprint()
+GRANT = TransferGrant(
+    transfer_id=bytes(16), port=1, token="0" * 32, key=bytes(32), suite=CipherSuite.SECRETBOX, chunk_bytes=65_536
+)
 PART_BYTES = 48
 ROW_BYTES = 3
 
@@ -68,6 +69,21 @@ WINDOWED = Requirement(block_tokens=BLOCK, full=True, window_tokens=24, sink_tok
 STATEFUL = Requirement(block_tokens=BLOCK, full=True, state=True)
 WINDOW_ONLY = Requirement(block_tokens=BLOCK, full=False, window_tokens=40, sink_tokens=4)
 REQUIREMENTS = (FULL, WINDOWED, STATEFUL, WINDOW_ONLY)
+
+
+def key_of(node_id: str) -> bytes:
+    """Identity key of another node."""
+    return hashlib.sha256(node_id.encode()).digest()
+
+
+def binding_of(body: SubmitJob, worker: str, asker_key: bytes = OWN_KEY) -> JobBinding:
+    return JobBinding(body.fingerprint, body.job_id, asker_key, key_of(worker))
+
+
+def accepted(body: SubmitJob, worker: str, **fields: int) -> JobAccepted:
+    """What a worker that has the tenant's key answers."""
+    proof = JOB_KEYS.proof(binding_of(body, worker), body.prompt)
+    return JobAccepted(proof=proof, **{"queued_jobs": 0, "queued_tokens": 0, "eta_ms": 0, **fields})
 
 
 def facts_of(requirement: Requirement) -> ModelFacts:
@@ -261,8 +277,10 @@ def preparation(
         hints=hints,
         publish=publish,
         caches=tuple(PeerView(NodeId(name), 1.0, 1000.0) for name in caches),
-        workers=tuple(WorkerView(NodeId(name), prefill_tokens_per_second=1000.0) for name in workers),
+        workers=tuple(WorkerView(NodeId(name), key_of(name), prefill_tokens_per_second=1000.0) for name in workers),
         settings=settings or PreparationSettings(remote_minimum_tokens=8),
+        job_keys=JOB_KEYS,
+        identity_public_key=OWN_KEY,
     )
     known: dict[str, object] = {} if values is None else values
     return PromptPreparation(

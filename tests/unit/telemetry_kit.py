@@ -27,6 +27,7 @@ from wire.events import (
     TransferEvent,
 )
 from wire.ids import NodeId
+from wire.job_seal import SEALED_PROMPT_OVERHEAD_BYTES
 from wire.messages import (
     Appended,
     AppendTokens,
@@ -103,7 +104,7 @@ def submit(number: int, tokens: int = 1_001, node: str = "primary", job: bytes =
     body = SubmitJob(
         job_id=job,
         fingerprint=b"f" * 32,
-        tokens=pack_tokens([7] * tokens),
+        prompt=bytes(SEALED_PROMPT_OVERHEAD_BYTES) + pack_tokens([7] * tokens),
         have_tokens=0,
         suites=SUITES,
         chunk_bytes_max=1 << 20,
@@ -113,7 +114,7 @@ def submit(number: int, tokens: int = 1_001, node: str = "primary", job: bytes =
 
 
 def accepted(number: int, eta_ms: int = 0) -> fx.SendProgress:
-    return fx.SendProgress(key(number), JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=eta_ms))
+    return fx.SendProgress(key(number), JobAccepted(proof=bytes(32), queued_jobs=0, queued_tokens=0, eta_ms=eta_ms))
 
 
 def progress(number: int, done: int, total: int = 1_000, reused: int = 0) -> fx.SendProgress:

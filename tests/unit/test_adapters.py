@@ -16,7 +16,8 @@ from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.model import blas, state
 from kakeya_zmq.model.adapters import is_state, leaves
 from kakeya_zmq.model.arrays import numpy_view
-from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+from kakeya_zmq.model.layout import CacheLayout
+from kakeya_zmq.model.policy import CachePolicy
 from tests import tiny_models
 from tests.cache_runs import BLOCK, Run, greedy, held, parts_at, run_from_nothing, run_on, same
 from wire.errors import DataLossError, InvalidInput, LocalProtocolError, ModelError

@@ -25,6 +25,7 @@ from wire.codec import (
     unpack_tokens,
 )
 from wire.errors import FailureCode, LocalProtocolError, RemoteProtocolError
+from wire.job_seal import SEALED_PROMPT_OVERHEAD_BYTES
 from wire.messages import (
     Cancel,
     CipherSuite,
@@ -144,7 +145,7 @@ def test_the_largest_messages_fit() -> None:
     job = SubmitJob(
         job_id=b"j" * 16,
         fingerprint=b"f" * 32,
-        tokens=pack_tokens(range(limits.PROMPT_TOKENS_MAX)),
+        prompt=bytes(SEALED_PROMPT_OVERHEAD_BYTES + limits.PROMPT_TOKENS_MAX * limits.TOKEN_BYTES),
         have_tokens=0,
         suites=(CipherSuite.SECRETBOX,),
         chunk_bytes_max=limits.CHUNK_BYTES_MAX,

@@ -35,7 +35,8 @@ from kakeya_zmq.codecs.registry import (
     format_version,
     storage_codec,
 )
-from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+from kakeya_zmq.model.layout import CacheLayout
+from kakeya_zmq.model.policy import CachePolicy
 from tests.tiny_models import KINDS, build, prompt
 from tests.unit.test_int8 import payload_of, values_of
 from wire.errors import ConfigError, DataLossError, InvalidInput, LocalProtocolError, RemoteProtocolError

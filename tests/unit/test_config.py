@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +16,18 @@ from hypothesis import strategies as st
 
 from daemons.command import main
 from daemons.config_command import sample_text
+from daemons.environment_names import KNOWN_NAMES, unknown_variables
 from kakeya_zmq.config import ResolvedSettings, find_config_file, kakeya_home, resolve_settings
-from kakeya_zmq.options import ALL_ROLES, OPTIONS, Option, options_for, parse_value
+from kakeya_zmq.option_values import ALL_ROLES, Option, parse_value
+from kakeya_zmq.options import OPTIONS, options_for
 from wire.cards import CARD_TTL_MS_MAX
 from wire.errors import ConfigError
 from wire.limits import GIB
 
 ORDERED = ("KAKEYA_MEMORY_WARNING_GB", "KAKEYA_MEMORY_DRAIN_GB", "KAKEYA_MEMORY_UNHEALTHY_GB")
 """Each must be at least as large as the one before."""
+
+PROJECT = Path(__file__).resolve().parents[2]
 
 each_option = pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 
@@ -65,6 +70,52 @@ def test_flags_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
 def test_a_roles_table_wins_over_the_top_level_and_other_tables_do_not_matter(tmp_path: Path) -> None:
     file = written(tmp_path, "cache_gb = 1.0\n[worker]\ncache_gb = 2.0\n[cache]\ncache_gb = 3.0\n")
     assert [resolve(role, file=file).settings.cache_gb for role in ALL_ROLES] == [1.0, 2.0, 3.0]
+
+
+def test_a_default_of_a_service_gives_way_to_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "capacity = 10\n")
+    defaults = ("capacity=1", "enable-prefill-cache=1", "cache_gb=8")
+    found = resolve_settings("primary", {}, environment={"KAKEYA_CACHE_GB": "9"}, file=file, defaults=defaults)
+    names = ("capacity", "enable_prefill_cache", "cache_gb", "drain_s")
+    assert [(getattr(found.settings, name), found.origins[name]) for name in names] == [
+        (10, "file"),
+        (True, "service default"),
+        (9.0, "environment"),
+        (20.0, "default"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["capacity", "capacity=", "capacty=1", "capacity=many", "max_jobs=1"])
+def test_a_default_that_means_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        resolve_settings("primary", {}, environment={}, defaults=(text,))
+
+
+# --- names of variables that mean nothing -------------------------------------------------------------------------------
+
+
+def test_a_misspelt_variable_is_named_with_what_was_meant() -> None:
+    environment = {
+        "KAKEYA_CACHE_BG": "1",
+        "KAKEYA_WORKER_NODEID": "n",
+        "KAKEYA_XYZZY": "1",
+        "KAKEYA_EMPTY": "",
+        "KAKEYA_CACHE_GB": "1",
+        "KAKEYA_WORKER_NODE_ID": "n",
+        "PATH": "/bin",
+    }
+    assert [str(each) for each in unknown_variables(environment)] == [
+        "KAKEYA_CACHE_BG is not known and has no effect: did you mean KAKEYA_CACHE_GB?",
+        "KAKEYA_WORKER_NODEID is not known and has no effect: did you mean KAKEYA_WORKER_NODE_ID?",
+        "KAKEYA_XYZZY is not known and has no effect",
+    ]
+
+
+def test_every_variable_that_the_program_reads_is_a_known_one() -> None:
+    folders = [PROJECT / name for name in ("daemons", "dashboard", "kakeya_zmq", "wire")]
+    texts = [file.read_text(encoding="utf-8") for folder in folders for file in folder.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"\bKAKEYA_[A-Z0-9_]*[A-Z0-9]\b", text)}
+    assert {name for name in named if not name.endswith("_")} - KNOWN_NAMES <= {"KAKEYA_CACHE", "KAKEYA_NETWORK"}
 
 
 def test_an_empty_variable_and_an_empty_list_are_not_given(tmp_path: Path) -> None:

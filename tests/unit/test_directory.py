@@ -349,6 +349,26 @@ def test_an_answer_has_so_many_bytes_of_cards_at_most_and_all_of_them_come_in_th
     assert first >= nodes.keys() - older.keys(), "cards it has never seen go first"
 
 
+def test_what_an_answer_wants_is_sent_in_so_many_bytes_and_the_rest_in_later_exchanges() -> None:
+    """48 cards of the largest kind would be 768 KiB in one request."""
+    asker, hub = new_directory(), new_directory("hub")
+    nodes = {f"node-{number:02}": large_card(f"node-{number:02}") for number in range(30)}
+    arrive(asker, 0.0, *((card, 0) for card in nodes.values()))
+    sent: set[str] = set()
+    for _ in range(len(nodes)):
+        (ask,) = [effect for effect in asker.on(PeerConnected("hub"), 0.0) if isinstance(effect, Exchange)]
+        cards, ages, wanted, more = hub.answer(ask.known, "me", 0.0)
+        effects = asker.on(ExchangeEnded(NodeId("hub"), True, cards, ages, wanted, more), 0.0)
+        told = [effect for effect in effects if isinstance(effect, Exchange) and effect.known is None]
+        if not told:
+            break
+        assert 0 < sum(map(len, told[0].cards)) <= limits.ANSWER_BYTES_MAX
+        arrive(hub, 0.0, *zip(told[0].cards, told[0].ages_ms, strict=True))
+        sent |= {open_card(card).node_id for card in told[0].cards}
+        asker.on(PeerDisconnected("hub"), 0.0)
+    assert sent == set(nodes)
+
+
 def test_a_peer_that_always_has_more_is_asked_so_often_and_no_more() -> None:
     directory = new_directory()
     asked = 0

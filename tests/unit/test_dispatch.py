@@ -217,7 +217,7 @@ def test_requests_go_to_the_machine_whose_business_they_are(rig: Rig) -> None:
 def test_an_answered_request_is_forgotten_and_later_answers_are_dropped(rig: Rig) -> None:
     incoming = Incoming()
     rig.request(incoming)
-    accepted = JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)
+    accepted = JobAccepted(proof=bytes(32), queued_jobs=0, queued_tokens=0, eta_ms=0)
     rig.apply(fx.SendProgress(KEY, accepted), fx.SendReply(KEY, Done()))
     rig.apply(fx.SendProgress(KEY, accepted), fx.SendFailure(KEY, FailureCode.INTERNAL, "late"), fx.SendReply(KEY, Done()))
     assert incoming.said == [accepted, Done()]

@@ -16,7 +16,8 @@ import pytest
 
 from daemons import command
 from daemons.peers import PeerTable
-from kakeya_zmq.options import OPTIONS, Option
+from kakeya_zmq.option_values import Option
+from kakeya_zmq.options import OPTIONS
 from kakeya_zmq.store import StoreStats
 from kakeya_zmq.telemetry import PREFILL_COUNTERS, PREFILL_VALUES
 from wire import events, limits

@@ -16,7 +16,7 @@ from kakeya_zmq.engine import (
     PrefixImported,
 )
 from kakeya_zmq.protocol.effects import AskFailed, CancelCommand, ConnectReceiver, LaneFinished, PartsReceived, RunCommand
-from kakeya_zmq.protocol.prepare import PreparationSettings, Unavailable
+from kakeya_zmq.protocol.prepare_values import PreparationSettings, Unavailable
 from tests.unit.preparation_kit import FULL
 from tests.unit.test_engine import make_engine, prefilled, prompt, run, select
 from tests.unit.test_prompt_preparation import Desk, desk, found, parts_of

@@ -35,8 +35,8 @@ from kakeya_zmq.engine import (
     TokenDecoded,
 )
 from kakeya_zmq.model.engine import MlxEngine
-from kakeya_zmq.model.layout import CachePolicy
 from kakeya_zmq.model.loader import engine_from_model
+from kakeya_zmq.model.policy import CachePolicy
 from tests import tiny_models
 from wire.errors import ConfigError
 from wire.messages import PartKind, Requirement, StopReason

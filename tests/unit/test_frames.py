@@ -10,6 +10,7 @@ from wire.frames import COUNTER_MAX, HANDSHAKE_BODY_BYTES_MAX, HEADER_BYTES, Fra
 from wire.replay import CounterWindow, Observation, Order, SequenceTracker
 
 KEY_ID, SESSION = b"k" * 8, b"s" * 16
+KEY = bytes(range(32))
 HEADERS = [
     Header(kind=FrameKind.HELLO, key_id=KEY_ID),
     Header(kind=FrameKind.WELCOME, key_id=KEY_ID, session_id=SESSION),
@@ -89,18 +90,25 @@ def test_counters_only_rise() -> None:
 
 def test_sequence_tracker() -> None:
     tracker = SequenceTracker(nodes_max=2)
-    assert tracker.observe("a", 1, 5) == Observation(Order.NEW)
-    assert tracker.observe("a", 1, 6) == Observation(Order.NEW)
-    assert tracker.observe("a", 1, 6) == Observation(Order.OLD)
-    assert tracker.observe("a", 1, 10) == Observation(Order.GAP, missed=3)
-    assert tracker.observe("a", 1, 9) == Observation(Order.OLD)
-    assert tracker.observe("a", 2, 1) == Observation(Order.NEW)
-    assert tracker.observe("a", 1, 99) == Observation(Order.OLD)
-    tracker.observe("b", 1, 1)
-    tracker.observe("a", 2, 2)
-    tracker.observe("c", 1, 1)
+    assert tracker.observe("a", KEY, 1, 5) == Observation(Order.NEW)
+    assert tracker.observe("a", KEY, 1, 6) == Observation(Order.NEW)
+    assert tracker.observe("a", KEY, 1, 6) == Observation(Order.OLD)
+    assert tracker.observe("a", KEY, 1, 10) == Observation(Order.GAP, missed=3)
+    assert tracker.observe("a", KEY, 1, 9) == Observation(Order.OLD)
+    assert tracker.observe("a", KEY, 2, 1) == Observation(Order.NEW)
+    assert tracker.observe("a", KEY, 1, 99) == Observation(Order.OLD)
+    tracker.observe("b", KEY, 1, 1)
+    tracker.observe("a", KEY, 2, 2)
+    tracker.observe("c", KEY, 1, 1)
     assert len(tracker) == 2
-    assert tracker.observe("a", 2, 2) == Observation(Order.OLD)
-    assert tracker.observe("b", 1, 1) == Observation(Order.NEW)
-    tracker.forget("b")
-    assert tracker.observe("b", 1, 1) == Observation(Order.NEW)
+    assert tracker.observe("a", KEY, 2, 2) == Observation(Order.OLD)
+    assert tracker.observe("b", KEY, 1, 1) == Observation(Order.NEW)
+    tracker.forget("b", KEY)
+    assert tracker.observe("b", KEY, 1, 1) == Observation(Order.NEW)
+
+
+def test_another_key_under_a_name_moves_nothing_of_it() -> None:
+    tracker = SequenceTracker()
+    tracker.observe("a", KEY, 1, 1)
+    assert tracker.observe("a", bytes(32), 2**64 - 1, 2**64 - 1) == Observation(Order.NEW)
+    assert tracker.observe("a", KEY, 1, 2) == Observation(Order.NEW)

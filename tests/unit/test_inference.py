@@ -219,7 +219,6 @@ def test_a_second_operation_is_refused_and_disturbs_nothing() -> None:
     host, session_id = started(tokens=0)
     append = host.append(session_id, tokens_of(40))
     assert answer(host, host.append(session_id, ONE)) is FailureCode.ABORTED
-    assert answer(host, host.generate(session_id)) is FailureCode.ABORTED
     assert host.state(session_id).busy
     host.settle()
     assert answer(host, append).history_tokens == 40
@@ -609,6 +608,78 @@ def test_models_with_state_keep_their_tails() -> None:
 
 def test_kv_that_the_codec_cannot_store_is_told_once_and_counted() -> None:
     host = InferenceHost(FULL)
-    effects = [effect for _ in range(3) for effect in host.service._not_encoded(2)]
+    effects = [effect for _ in range(3) for effect in host.service._captures.not_encoded(2)]
     assert [effect for effect in effects if isinstance(effect, Note)] == [Note("error", KV_NOT_ENCODED)]
     assert sum(effect.amount for effect in effects if isinstance(effect, Count)) == 6
+
+
+# --- a prompt and its answer, asked for at once ------------------------------------------------------------------------
+
+
+def test_a_generation_that_follows_its_append_begins_when_that_has_succeeded() -> None:
+    host, session_id = started(tokens=0)
+    append = host.append(session_id, tokens_of(40))
+    generation = host.generate(session_id, 5)
+    assert append not in host.outcomes
+    assert generation not in host.outcomes
+    second, more = host.generate(session_id, 5), host.append(session_id, ONE)
+    assert answer(host, second) is answer(host, more) is FailureCode.ABORTED, "only one waits, and nothing between"
+    host.settle()
+    assert isinstance(answer(host, append), Appended)
+    assert answer(host, generation).token_count == 5
+    assert len(history(host, session_id)) == 45
+    host.finish()
+
+
+def test_what_is_wrong_with_a_generation_that_follows_is_told_at_once() -> None:
+    host, session_id = started(tokens=0)
+    append = host.append(session_id, tokens_of(40))
+    assert answer(host, host.generate(session_id, 0)) is FailureCode.INVALID_ARGUMENT
+    assert answer(host, host.ask(Generate(session_id=session_id, max_tokens=1), node="thief")) is FailureCode.NOT_FOUND
+    host.settle()
+    assert isinstance(answer(host, append), Appended)
+    host.finish()
+
+
+@pytest.mark.parametrize("before", [0, 40])
+def test_a_generation_never_goes_on_from_a_history_without_its_append(before: int) -> None:
+    host, session_id = started(tokens=before)
+    append = host.append(session_id, tokens_of(60, seed=3))
+    generation = host.generate(session_id, 5)
+    host.cancel(append)
+    host.settle()
+    assert answer(host, generation) is FailureCode.ABORTED
+    assert len(history(host, session_id)) == before
+    host.finish()
+
+
+def test_a_generation_after_an_append_that_nobody_waits_for_is_refused() -> None:
+    host, session_id = started(tokens=40)
+    append = host.append(session_id, tokens_of(60, seed=3))
+    host.cancel(append)
+    assert host.service._sessions[session_id].operation is not None, "the engine has not let go yet"
+    assert answer(host, host.generate(session_id, 5)) is FailureCode.ABORTED
+    host.settle()
+    assert isinstance(run_generate(host, session_id), Generated)
+    host.finish()
+
+
+def test_a_generation_that_follows_can_be_given_up_without_its_append() -> None:
+    host, session_id = started(tokens=0)
+    append = host.append(session_id, tokens_of(40))
+    generation = host.generate(session_id, 5)
+    host.cancel(generation)
+    host.settle()
+    assert isinstance(answer(host, append), Appended)
+    assert not [command for command in commands(host) if isinstance(command, Decode)]
+    assert isinstance(run_generate(host, session_id), Generated)
+    host.finish()
+
+
+def test_closing_the_session_answers_the_generation_that_waits() -> None:
+    host, session_id = started(tokens=0)
+    append, generation = host.append(session_id, tokens_of(40)), host.generate(session_id, 5)
+    host.close(session_id)
+    assert answer(host, append) is answer(host, generation) is FailureCode.CANCELLED
+    host.settle()
+    host.finish()

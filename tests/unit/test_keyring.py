@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemons.command import main
 from daemons.keys_command import key_states, run_key_action
 from kakeya_zmq.known_nodes import load_known_nodes, save_known_nodes
 from wire.errors import ConfigError, SecretFileError
@@ -52,6 +53,14 @@ def test_a_key_is_rotated_and_the_old_one_retired(tmp_path: Path) -> None:
     assert path.read_bytes() == both.newest.psk + b"\n"
     with pytest.raises(ConfigError, match="only one key"):
         run_key_action("retire", "", path)
+
+
+def test_what_to_do_next_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = ring_file(tmp_path)
+    assert main(["key", "rotate", "--fleet-psk-file", str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("made a new fleet key")
+    assert lines[2].startswith("When all of them have it")
 
 
 def test_a_certain_key_is_retired_by_its_id(tmp_path: Path) -> None:
@@ -132,6 +141,11 @@ def test_a_pinned_key_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for argument in ("old-mac", ""):
         with pytest.raises(ConfigError):
             run_key_action("forget", argument, tmp_path / "fleet.psk")
+    for reader in (tmp_path / "telemetry", tmp_path / "telemetry" / "0123456789abcdef"):
+        reader.mkdir()
+        save_known_nodes(reader, {"old-mac": bytes(32), "other": bytes(range(32))})
+    assert "dashboard" in run_key_action("forget", "old-mac", tmp_path / "fleet.psk")
+    assert load_known_nodes(reader) == load_known_nodes(reader.parent) == {"other": bytes(range(32))}
 
 
 def test_no_beginning_of_a_ring_is_taken_for_a_key(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kakeya_zmq.kvfs import namespaces
+from kakeya_zmq.protocol.dialling import is_dialable
 from kakeya_zmq.telemetry_feed_snapshot import encode_snapshot, known_peers, make_snapshot, peer_view
 from wire.bus import PAYLOAD_BYTES_MAX, Topic
 from wire.cards import CacheOffering, Card, Endpoint, HeldNamespace, ModelOffering, WorkerOffering
@@ -139,6 +140,7 @@ def peers_of(cards: list[Card], rows: list[dict[str, Any]]) -> dict[str, PeerVie
         card_age_ms=lambda node_id: 1_500 if node_id == "b" else None,
         clock_skew_ms=lambda node_id: -42.0 if node_id == "b" else None,
         megabytes_per_second=lambda node_id: 110.0 if node_id == "b" else 0.0,
+        may_dial=lambda host: is_dialable(host, link_local=False, interfaces={"en0"}),
     )
     return {peer.node_id: peer_view(peer) for peer in known}
 
@@ -174,8 +176,17 @@ def test_peers_are_told_with_what_is_measured_of_them() -> None:
         (["127.0.0.1:1"], "10.0.0.5", "10.0.0.5:6000"),
         (["10.0.0.4:1"], "127.0.0.1", "10.0.0.4:6000"),
         (["[fe80::2%en0]:1"], "", "[fe80::2%en0]:6000"),
-        (["mac.local:1"], "", "mac.local:6000"),
         (["localhost:1"], "[::1]", "[::1]:6000"),
+        # Readers dial what is told: names, other spellings and addresses of no machine are not.
+        (["mac.local:1"], "", ""),
+        (["mac.local:1", "10.0.0.4:1"], "", "10.0.0.4:6000"),
+        (["127.1:1"], "", ""),
+        (["010.0.0.4:1"], "10.0.0.5", "10.0.0.5:6000"),
+        (["0.0.0.0:1"], "", ""),
+        (["224.0.0.1:1"], "", ""),
+        (["[fe80::2%utun9]:1"], "", ""),
+        (["169.254.1.1:1"], "", ""),
+        (["127.0.0.1:1"], "mac.local", "127.0.0.1:6000"),
     ],
 )
 def test_a_bus_is_told_by_an_address_that_is_good_elsewhere(addresses: list[str], host: str, told: str) -> None:
@@ -187,7 +198,12 @@ def test_a_bus_is_told_by_an_address_that_is_good_elsewhere(addresses: list[str]
 def snapshot_with(count: int) -> NodeSnapshot:
     cards = [card(f"node-{number:03d}-" + "x" * 90, "cache") for number in range(count)]
     known = known_peers(
-        cards, [], card_age_ms=lambda n: 1, clock_skew_ms=lambda n: 0.0, megabytes_per_second=lambda n: 0.0
+        cards,
+        [],
+        card_age_ms=lambda n: 1,
+        clock_skew_ms=lambda n: 0.0,
+        megabytes_per_second=lambda n: 0.0,
+        may_dial=lambda host: True,
     )  # fmt: skip
     own = card("me", "worker", models=(model(),), worker=worker(), cache=cache())
     return make_snapshot(

@@ -26,7 +26,7 @@ from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationSettings
 from kakeya_zmq.protocol.publish import Publisher, PublishSettings
 from tests.chains import make_chain, make_parts
 from tests.unit import test_publish, test_serve
-from tests.unit.preparation_kit import FINGERPRINT, FULL, tokens_of
+from tests.unit.preparation_kit import FINGERPRINT, FULL, key_of, tokens_of
 from tests.unit.test_prompt_preparation import desk, fetch_of, found, job_of, parts_of
 from tests.unit.work_kit import Request, WorkHost, submission
 from wire import limits
@@ -277,7 +277,7 @@ def test_a_worker_uses_the_codec_it_is_asked_for() -> None:
     key = RequestKey((bytes(16), 1))
     body = replace(submission(tokens), link_codec=LinkCodec.ZSTD, value_bytes=4)
     host.requests[key] = Request(body, tokens, "asker")
-    host.send(RequestArrived(key, NodeId("asker"), (), body, host.now + 60))
+    host.send(RequestArrived(key, NodeId("asker"), (), body, host.now + 60, key_of("asker")))
     (bind,) = [effect for effect in host.effects if isinstance(effect, BindSender)]
     assert (bind.link_codec, bind.value_bytes) == (LinkCodec.ZSTD, 4)
     host.drain()

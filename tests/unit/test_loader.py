@@ -19,8 +19,8 @@ from mlx.utils import tree_flatten
 from kakeya_zmq.compat import CACHE_FORMAT_VERSION
 from kakeya_zmq.engine import Decode, OpenSession, Prefill, TokenDecoded
 from kakeya_zmq.model.engine import MlxEngine
-from kakeya_zmq.model.layout import CachePolicy
 from kakeya_zmq.model.loader import engine_from_model, eos_token_ids, load_engine
+from kakeya_zmq.model.policy import CachePolicy
 from tests import tiny_models
 from wire.errors import ConfigError, ModelError
 
@@ -238,7 +238,8 @@ def test_eos_token_ids(tmp_path: Path, files: dict[str, Any], config: dict[str, 
 def test_importing_loader_and_runner_imports_no_mlx() -> None:
     """BLAS must be chosen before MLX is imported, and daemons without a model must stay light."""
     code = (
-        "import sys, kakeya_zmq.engine_runner, kakeya_zmq.model.loader, kakeya_zmq.model.revision\n"
+        "import sys, daemons.engine_loading, kakeya_zmq.engine_runner\n"
+        "import kakeya_zmq.model.loader, kakeya_zmq.model.policy, kakeya_zmq.model.revision\n"
         "sys.exit(any(name.split('.')[0] in ('mlx', 'mlx_lm', 'transformers') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

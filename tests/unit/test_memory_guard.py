@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -25,6 +24,7 @@ from kakeya_zmq.engine import EngineMemory
 from kakeya_zmq.engine_runner import Running
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.protocol.effects import Ticket
+from tests.proxy import free_port
 from wire.errors import FailureCode, PortInUseError
 from wire.limits import GIB
 from wire.messages import CloseSession, CreateSession, GetStatus, SubmitJob
@@ -242,14 +242,8 @@ def _get(port: int, path: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.load(error)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_a_stall_ends_the_daemon_once_and_is_told_and_a_slow_load_is_none(reactor: Reactor) -> None:
-    port = _free_port()
+    port = free_port()
     host, runner, failures = Host(state="starting"), Runner(), []
     chosen = replace(settings(decode_stall_s="0.2", memory_poll_s="0.05"), runtime_health_port=port)
     supervisor = Supervisor(
@@ -281,7 +275,7 @@ def test_a_stall_ends_the_daemon_once_and_is_told_and_a_slow_load_is_none(reacto
 
 
 def test_a_model_that_cannot_be_used_is_unhealthy_until_it_can(reactor: Reactor) -> None:
-    port = _free_port()
+    port = free_port()
     trouble = ["the decode worker was lost too often"]
     supervisor = Supervisor(
         reactor,

@@ -33,6 +33,7 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     LaneId,
     PartsReceived,
+    Refuse,
     RunCommand,
     SendUpdate,
     Tick,
@@ -40,35 +41,34 @@ from kakeya_zmq.protocol.effects import (
     WantedPart,
 )
 from kakeya_zmq.protocol.flights import Flights
-from kakeya_zmq.protocol.prepare import (
-    TRANSITIONS,
-    Cancelled,
-    IdAllocator,
-    Phase,
-    PreparationSettings,
-    PromptPreparation,
-    Ready,
-    Unavailable,
-)
+from kakeya_zmq.protocol.offload_seal import PROVE_WITHIN_S, UNANSWERED
+from kakeya_zmq.protocol.prepare import PromptPreparation
+from kakeya_zmq.protocol.prepare_phases import TRANSITIONS, Phase
+from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, PreparationSettings, Ready, Unavailable
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
     FULL,
+    GRANT,
+    JOB_KEYS,
+    OWN_KEY,
     STATEFUL,
     WINDOWED,
     FakeEngine,
+    accepted,
     all_parts,
+    binding_of,
     chain_of,
     new_store,
     preparation,
     tail_of,
     tokens_of,
 )
-from wire.codec import pack_bitmap, unpack_hashes
-from wire.errors import FailureCode, LocalProtocolError
+from wire.codec import encode_client, pack_bitmap, unpack_hashes
+from wire.errors import AuthenticationError, FailureCode, LocalProtocolError
 from wire.ids import NodeId
+from wire.job_seal import JobKeys
 from wire.messages import (
-    CipherSuite,
     Credit,
     Cut,
     Done,
@@ -81,20 +81,18 @@ from wire.messages import (
     PartKind,
     PartRef,
     PrefillPolicy,
+    ProgressBody,
     ReleaseLease,
     ReplyBody,
+    Request,
     Requirement,
     SourceKind,
     SubmitJob,
     Tail,
     TransferDone,
-    TransferGrant,
     TransferResult,
 )
 
-GRANT = TransferGrant(
-    transfer_id=bytes(16), port=1, token="0" * 32, key=bytes(32), suite=CipherSuite.SECRETBOX, chunk_bytes=65_536
-)
 LEASE = b"L" * 16
 Kind = TypeVar("Kind")
 
@@ -108,6 +106,7 @@ class Desk:
         self.now = 10.0
         self.log: list[Effect] = []
         self.done: set[Ticket] = set()
+        self.proven: set[AskId] = set()
         self.take(machine.start(self.now))
 
     def take(self, effects: Sequence[Effect]) -> list[Effect]:
@@ -152,7 +151,16 @@ class Desk:
                 self.feed(CommandEvent(run.ticket, event))
             self.feed(CommandEnded(run.ticket, False, self.engine.position))
 
+    def accept(self, ask: Ask, **fields: int) -> list[Effect]:
+        """A worker takes the job, and proves that it may."""
+        assert isinstance(ask.body, SubmitJob)
+        self.proven.add(ask.ask)
+        return self.feed(AskProgressed(ask.ask, accepted(ask.body, ask.node_id, **fields)))
+
     def grant(self, ask: AskId) -> ConnectReceiver:
+        job = next((each for each in self.asks(SubmitJob) if each.ask == ask), None)
+        if job is not None and ask not in self.proven:
+            self.accept(job)
         (connect,) = [e for e in self.feed(AskProgressed(ask, GRANT)) if isinstance(e, ConnectReceiver)]
         return connect
 
@@ -673,8 +681,8 @@ def test_a_worker_computes_the_rest_and_its_parts_are_imported_and_published() -
     d = desk(71, WINDOWED, store=new_store(parts_of(71, 32, WINDOWED)), workers=["w"], values=values, rates=rates)
     ask, body = job_of(d)
     assert body.have_tokens == 32
-    assert body.tokens == tokens_of(71).tobytes()
-    d.feed(AskProgressed(ask.ask, JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)))
+    assert JOB_KEYS.open(binding_of(body, "w"), body.prompt) == tokens_of(71).tobytes()
+    d.accept(ask)
     lane = d.grant(ask.ask)
     chain = chain_of(tokens_of(71)[:-1])
     starts = {block.block_hash: block.start for block in chain.blocks}
@@ -702,11 +710,13 @@ def test_the_second_worker_is_asked_for_less_after_the_first_one_died() -> None:
     assert any(isinstance(effect, CloseLane) and effect.lane == lane.lane for effect in effects)
     second, body = job_of(d)
     assert (second.node_id, body.have_tokens) == ("w", 32)
-    d.feed(AskFailed(second.ask, FailureCode.RESOURCE_EXHAUSTED, "full"))
+    d.feed(AskFailed(second.ask, FailureCode.RESOURCE_EXHAUSTED, "the job queue is full\n(128 jobs)"))
     d.run_engine()
     assert kinds(d.ready()) == [(SourceKind.WORKER, 0, 32), (SourceKind.COMPUTED, 32, 64)]
     assert d.count("remote_job_failures") == 2
-    assert "worker v job failed (unavailable)" in d.ready().explanation.reasons
+    reasons = d.ready().explanation.reasons
+    assert "worker v job failed (unavailable)" in reasons
+    assert "worker w job failed (resource exhausted): the job queue is full\\n(128 jobs)" in reasons
 
 
 def test_the_second_worker_goes_on_from_a_checkpoint_where_a_hit_needs_a_window() -> None:
@@ -744,6 +754,7 @@ def test_no_checkpoints_where_none_are_needed_or_there_is_no_room(
 def test_a_stalled_worker_is_given_up() -> None:
     d = desk(65, FULL, workers=["v"], rates=slow_here())
     ask, _ = job_of(d)
+    d.accept(ask)
     d.now += 20.0
     d.feed(AskProgressed(ask.ask, JobProgress(tokens_done=1, tokens_total=64, tokens_reused=0)))
     d.tick_until(lambda: bool(d.all(CancelAsk)))
@@ -756,6 +767,7 @@ def test_a_stalled_worker_is_given_up() -> None:
 
 def test_all_workers_together_end_with_the_stage() -> None:
     d = desk(65, FULL, workers=["v"], rates=slow_here())
+    d.accept(job_of(d)[0])
     while isinstance(d.machine.deadline(), float):
         ask, _ = job_of(d)
         d.now = min(d.now + 20.0, 130.0)
@@ -772,6 +784,90 @@ def test_a_worker_that_is_slower_than_home_is_not_asked() -> None:
     assert d.all(Ask) == []
     d.run_engine()
     assert any("worker v" in reason and "does not pay" in reason for reason in d.ready().explanation.reasons)
+
+
+def unproven(d: Desk, event: HostEvent, rates: MeasuredRates) -> None:
+    """What a worker without the tenant's key has said is not used, is written down, and ends its part in this."""
+    ask, _ = job_of(d)
+    effects = d.feed(event)
+    assert d.all(ConnectReceiver) == []
+    assert [refused.node_id for refused in effects if isinstance(refused, Refuse)] == ["v"]
+    assert d.count("remote_job_failures") == 1
+    assert rates.workers.get(NodeId("v")) is None, "nothing is learnt of its speed"
+    assert d.all(CancelAsk) == ([] if isinstance(event, AskFailed) else [CancelAsk(ask.ask)])
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 64)]
+    assert "worker v did not prove that it has this tenant's key" in d.ready().explanation.reasons
+    again = desk(65, FULL, workers=["v"], rates=rates)
+    assert again.asks(SubmitJob) == [], "it is left alone for a while"
+    again.run_engine()
+    assert any("left alone" in reason for reason in again.ready().explanation.reasons)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        GRANT,
+        JobProgress(tokens_done=64, tokens_total=64, tokens_reused=0),
+        JobAccepted(proof=bytes(32), queued_jobs=0, queued_tokens=0, eta_ms=0),
+    ],
+    ids=["a grant", "progress", "a wrong proof"],
+)
+def test_a_worker_that_cannot_prove_that_it_has_the_tenants_key_is_not_used(said: ProgressBody) -> None:
+    rates = slow_here()
+    d = desk(65, FULL, workers=["v"], rates=rates)
+    unproven(d, AskProgressed(job_of(d)[0].ask, said), rates)
+
+
+def test_a_worker_that_could_not_open_the_prompt_is_left_alone() -> None:
+    rates = slow_here()
+    d = desk(65, FULL, workers=["v"], rates=rates)
+    unproven(d, AskFailed(job_of(d)[0].ask, FailureCode.UNAUTHENTICATED, "no"), rates)
+
+
+def test_a_proof_of_another_worker_or_for_another_asker_or_job_is_none() -> None:
+    for change in ("worker", "asker", "job", "prompt", "key"):
+        rates = slow_here()
+        d = desk(65, FULL, workers=["v"], rates=rates)
+        ask, body = job_of(d)
+        prompt = bytes([body.prompt[0] ^ 1]) + body.prompt[1:] if change == "prompt" else body.prompt
+        body = msgspec.structs.replace(body, job_id=b"k" * 16) if change == "job" else body
+        binding = binding_of(body, "w" if change == "worker" else "v", b"q" * 32 if change == "asker" else OWN_KEY)
+        keys = JobKeys(b"u" * 32) if change == "key" else JOB_KEYS
+        wrong = JobAccepted(proof=keys.proof(binding, prompt), queued_jobs=0, queued_tokens=0, eta_ms=0)
+        unproven(d, AskProgressed(ask.ask, wrong), rates)
+
+
+def test_a_worker_that_does_not_say_whether_it_takes_the_job_is_left_alone() -> None:
+    rates = slow_here()
+    d = desk(65, FULL, workers=["v"], rates=rates)
+    d.tick_until(lambda: bool(d.all(CancelAsk)))
+    assert d.now == 10.0 + PROVE_WITHIN_S
+    d.run_engine()
+    assert f"worker v {UNANSWERED}" in d.ready().explanation.reasons
+    assert d.all(Refuse) == [], "a node that is too busy to answer has done nothing wrong"
+    assert desk(65, FULL, workers=["v"], rates=rates).asks(SubmitJob) == []
+
+
+def test_another_worker_gets_the_job_sealed_anew() -> None:
+    d = desk(65, FULL, workers=["v", "w"], rates=slow_here())
+    first, sealed_for_v = job_of(d)
+    d.feed(AskProgressed(first.ask, GRANT))
+    second, sealed_for_w = job_of(d)
+    assert (first.node_id, second.node_id) == ("v", "w")
+    with pytest.raises(AuthenticationError):
+        JOB_KEYS.open(binding_of(sealed_for_w, "w"), sealed_for_v.prompt)
+    d.deliver(d.grant(second.ask), pick(65, d.all(ConnectReceiver)[0].wanted))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.WORKER, 0, 64)]
+
+
+def test_a_prompt_never_travels_in_clear() -> None:
+    d = desk(65, FULL, workers=["v"])
+    _, body = job_of(d)
+    encoded = encode_client(Request(request_id=1, deadline_ms=1, body=body))
+    tokens = tokens_of(65).tobytes()
+    assert not any(tokens[start : start + 8] in encoded for start in range(0, len(tokens) - 8, 4))
 
 
 # --- remote required -------------------------------------------------------------------------------------------------

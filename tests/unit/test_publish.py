@@ -30,7 +30,7 @@ from kakeya_zmq.protocol.effects import (
     LaneId,
     Tick,
 )
-from kakeya_zmq.protocol.prepare import IdAllocator
+from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.publish import Publisher, PublishSettings, replica_candidates
 from tests.unit.preparation_kit import FINGERPRINT, FULL, all_parts, tokens_of
 from wire.cards import CacheOffering, Card

@@ -10,7 +10,17 @@ from kakeya_zmq.planner import EXPLORE_EVERY, MeasuredRates, PassedOver
 from kakeya_zmq.protocol.estimates import Estimates, LinkShare
 from kakeya_zmq.protocol.prepare_values import PreparationSettings, PreparationTask, WorkerView
 from kakeya_zmq.protocol.routes import HERE, Route, RouteChoice, choose_route
-from tests.unit.preparation_kit import FINGERPRINT, FULL, STATEFUL, WINDOWED, chain_of, facts_of, tokens_of
+from tests.unit.preparation_kit import (
+    FINGERPRINT,
+    FULL,
+    JOB_KEYS,
+    OWN_KEY,
+    STATEFUL,
+    WINDOWED,
+    chain_of,
+    facts_of,
+    tokens_of,
+)
 from wire.ids import NodeId
 from wire.messages import PrefillPolicy, Requirement
 
@@ -43,6 +53,8 @@ def estimates(
         policy=policy,
         workers=workers,
         settings=PreparationSettings(compute_penalty_ms=penalty_ms),
+        job_keys=JOB_KEYS,
+        identity_public_key=OWN_KEY,
     )
     rates = MeasuredRates()
     rates.local.assume(local)
@@ -55,7 +67,7 @@ def link(megabytes: float, rate: float, round_trip_ms: float = 1.0, node_id: Nod
 
 
 def worker(rate: float, queued: int = 0, node_id: NodeId = W, memory: int = 0) -> WorkerView:
-    return WorkerView(node_id, rate, queued, 1.0, 1000.0, memory)
+    return WorkerView(node_id, bytes(32), rate, queued, 1.0, 1000.0, memory)
 
 
 # --- what things cost ------------------------------------------------------------------------------------------------

@@ -18,8 +18,11 @@ from kakeya_zmq.audit import (
     REASON_PER_S,
     TOTAL_PER_S,
 )
+from kakeya_zmq.backoff import PAUSE_FIRST_S, PAUSE_MAX_S
 from kakeya_zmq.io.connections import UNPROVEN_MAX
+from kakeya_zmq.protocol.emptying import GRACE_S, INTERVAL_S
 from kakeya_zmq.protocol.identities import ACCOUNT_MAX, NODES_MAX
+from kakeya_zmq.protocol.offload_seal import PROVE_WITHIN_S
 from kakeya_zmq.protocol.revocation import PER_ISSUER_MAX
 from kakeya_zmq.protocol.session_server import (
     HELLOS_BURST,
@@ -28,6 +31,9 @@ from kakeya_zmq.protocol.session_server import (
     REGISTRATIONS_BURST,
     REGISTRATIONS_PER_S,
     SESSIONS_PER_KEY_MAX,
+    UNPROVEN_HELLOS_BURST,
+    UNPROVEN_HELLOS_PER_S,
+    UNPROVEN_SESSIONS_MAX,
 )
 from wire import limits
 
@@ -74,10 +80,15 @@ def test_the_numbers_are_those_of_the_code() -> None:
         f"({HELLOS_BURST:.0f}, then one a second)",
         f"({KEY_HELLOS_BURST:.0f}, then {KEY_HELLOS_PER_S:.0f} a second)",
         f"({REGISTRATIONS_BURST:.0f}, then {REGISTRATIONS_PER_S:.0f} a second)",
+        f"({UNPROVEN_HELLOS_BURST:,.0f}, then {UNPROVEN_HELLOS_PER_S:.0f} a second)",
+        f"those that wait for it {UNPROVEN_SESSIONS_MAX} are kept",
     )
     assert all(rate in protocol for rate in rates)
     assert f"{SESSIONS_PER_KEY_MAX} sessions of one identity key" in protocol
     assert f"more than {UNPROVEN_MAX} of them" in protocol
+    assert f"when {GRACE_S:.0f} s have passed, but never twice within {INTERVAL_S:.0f} s" in protocol
+    assert f"for {PAUSE_FIRST_S:.0f} s, twice as long each time, at most {PAUSE_MAX_S:.0f} s" in protocol
+    assert f"or for {PROVE_WITHIN_S:.0f} s, after which" in " ".join(TEXTS["security.md"].split())
     assert f"({NODES_MAX:,})" in protocol
     assert f"at most {ACCOUNT_MAX} newcomers" in protocol
     assert f"the {PER_ISSUER_MAX} earliest of its issuer" in protocol

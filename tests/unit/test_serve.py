@@ -34,6 +34,8 @@ from kakeya_zmq.protocol.effects import (
     UpdateArrived,
 )
 from kakeya_zmq.protocol.serve import NO_LEASE, CacheService
+from kakeya_zmq.protocol.serve_promises import DEBTORS_MAX, FORGIVEN_S, PATIENCE_S_MIN, Promises
+from kakeya_zmq.protocol.serve_values import Incoming, TransferPhase
 from kakeya_zmq.store import LEASES_MAX, NAMESPACES_PER_PUBLISHER_MAX, BlockStore
 from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
 from wire import limits
@@ -537,7 +539,14 @@ def test_an_offer_that_contains_a_tail_replaces_it_here_too() -> None:
     assert failure_code(peer.ask(wrong)[1]) is FailureCode.INVALID_ARGUMENT
 
 
-def test_an_offer_that_is_never_sent_evicts_nothing_and_is_not_promised_twice() -> None:
+def test_room_is_not_promised_twice_to_one_node() -> None:
+    peer = Peer(max_bytes=60)
+    peer.start_publish(make_parts(make_chain(64, seed=1)))
+    _, effects = peer.ask(offer(make_parts(make_chain(64, seed=2))))
+    assert len(only(effects, BindReceiver).expected) == 2, "the first offer counts on 40 of 60 bytes"
+
+
+def test_an_offer_that_is_never_sent_evicts_nothing_and_counts_on_a_quarter_for_others() -> None:
     peer = Peer(max_bytes=60)
     honest = make_parts(make_chain(96, seed=9))
     peer.hold(honest)
@@ -545,7 +554,7 @@ def test_an_offer_that_is_never_sent_evicts_nothing_and_is_not_promised_twice() 
     assert all(peer.store.has(part.meta.ref, fingerprint=FINGERPRINT) for part in honest), "nothing has come yet"
     assert peer.store.stats().bytes_reserved == 0
     _, effects = peer.ask(offer(make_parts(make_chain(64, seed=2))), node="other")
-    assert len(only(effects, BindReceiver).expected) == 2, "the first offer counts on 40 of 60 bytes"
+    assert len(only(effects, BindReceiver).expected) == 4, "for others all offers of one node count on 15 of 60 bytes"
     peer.on(PartsReceived(lane, make_parts(make_chain(64, seed=1))[:1]))
     has = peer.store.presence(FINGERPRINT)
     assert sum(has(part.meta.ref) for part in honest) == 5, "what has come makes its own room"
@@ -610,6 +619,98 @@ def test_a_stalled_publish_is_given_up() -> None:
     assert only(effects, CloseLane).lane == lane
     assert only(effects, SendFailure).key == key
     assert peer.store.stats().bytes_reserved == 0
+
+
+def test_a_node_that_keeps_no_offers_takes_a_quarter_of_the_store_from_others_at_most() -> None:
+    peer = Peer(max_bytes=400)
+    for number in range(8):
+        peer.ask(offer(make_parts(make_chain(16 * 30, seed=number))), node="liar")
+    _, effects = peer.ask(offer(make_parts(make_chain(16 * 40, seed=99))), node="honest")
+    assert len(only(effects, BindReceiver).expected) == 30, "300 of 400 bytes"
+
+
+def test_what_is_kept_counts_in_full() -> None:
+    """A node that is in the middle of a large publish is not crowded out by others that begin one."""
+    peer = Peer(max_bytes=400)
+    parts = make_parts(make_chain(16 * 40, seed=1))
+    _, lane = peer.start_publish(parts)
+    peer.on(PartsReceived(lane, parts[:16]))
+    _, effects = peer.ask(offer(make_parts(make_chain(16 * 40, seed=2))), node="other")
+    # 240 bytes are still to come, 160 came: those once more, and 80 of the quarter.
+    assert len(only(effects, BindReceiver).expected) == 16
+
+
+def test_a_quarter_of_a_quota_is_what_unkept_offers_count_on_there() -> None:
+    peer = Peer(quotas={FINGERPRINT: 80})
+    peer.ask(offer(make_parts(make_chain(16 * 8, seed=1))), node="liar")
+    _, effects = peer.ask(offer(make_parts(make_chain(16 * 8, seed=2))), node="honest")
+    assert len(only(effects, BindReceiver).expected) == 6
+
+
+def test_who_breaks_promises_is_waited_for_less_each_time_until_he_keeps_one_or_time_has_passed() -> None:
+    peer = Peer(max_bytes=400, fetch_idle_s=32.0)
+
+    def waited(seed: int, node: str = "liar") -> float:
+        """Seconds until an offer of 200 bytes that never comes is given up."""
+        began = peer.now
+        key, effects = peer.ask(offer(make_parts(make_chain(16 * 20, seed=seed))), node=node)
+        lane = only(effects, BindReceiver).lane
+        while True:
+            peer.now = peer.service.deadline() or 0.0
+            ended = [effect for effect in peer.on(Tick()) if isinstance(effect, SendFailure)]
+            if ended:
+                assert ended[0].key == key
+                peer.on(LaneFinished(lane, False, "", 0))
+                return peer.now - began
+
+    times = [waited(number) for number in range(6)]
+    assert times[0] == 32.0
+    assert all(later < earlier for earlier, later in itertools.pairwise(times[:3]))
+    assert times[-1] < 12.0
+    assert waited(50, "honest") == 32.0
+    peer.now += 3600.0
+    assert waited(51) == 32.0
+
+
+def test_what_comes_pays_the_debt_off() -> None:
+    promises = Promises(lambda fingerprint: 400, 30.0)
+    parts = make_parts(make_chain(16 * 30))
+    promises.broken(incoming(parts, "n"), 0.0)
+    assert promises.patience(NodeId("n"), 0.0) == 30.0 / 4
+    promises.came(NodeId("n"), 200, 0.0)
+    assert promises.patience(NodeId("n"), 0.0) == 30.0 / 2
+    promises.came(NodeId("n"), 100, 0.0)
+    assert promises.patience(NodeId("n"), 0.0) == 30.0
+    for _ in range(1000):
+        promises.broken(incoming(parts, "n"), 0.0)
+    assert promises.patience(NodeId("n"), 0.0) == PATIENCE_S_MIN
+    assert promises.patience(NodeId("n"), 10 * FORGIVEN_S * 1000) == 30.0
+
+
+def test_debts_are_remembered_of_so_many_nodes() -> None:
+    promises = Promises(lambda fingerprint: 400, 30.0)
+    parts = make_parts(make_chain(16 * 30))
+    for number in range(2 * DEBTORS_MAX):
+        promises.broken(incoming(parts, f"n{number}"), 0.0)
+    assert len(promises._debts) == DEBTORS_MAX
+
+
+def incoming(parts: Sequence[Part], node: str) -> Incoming:
+    return Incoming(
+        key=RequestKey((bytes(16), 1)),
+        node_id=NodeId(node),
+        phase=TransferPhase.RUNNING,
+        idle_at=0.0,
+        fingerprint=FINGERPRINT,
+        wanted=b"",
+        outstanding={part.meta.ref: part.meta for part in parts},
+        held_lease_id=None,
+        cuts=(),
+        stored=0,
+        already_held=0,
+        refused=0,
+        reason="",
+    )
 
 
 def test_two_publishes_of_the_same_parts_both_succeed() -> None:

@@ -13,6 +13,7 @@ from kakeya_zmq.protocol.session import (
     Failed,
     LocalNode,
     PeerDown,
+    PeerUp,
     Refused,
     RequestOpened,
     RouterFrames,
@@ -26,6 +27,8 @@ from kakeya_zmq.protocol.session_server import (
     KEY_HELLOS_BURST,
     REGISTRATIONS_BURST,
     SESSIONS_PER_KEY_MAX,
+    UNPROVEN_HELLOS_BURST,
+    UNPROVEN_SESSIONS_MAX,
 )
 from tests.unit.test_session import CLIENT_NODE, FLEET, SERVER_NODE, Pair, make_client, make_server, of, seeded
 from wire import handshake
@@ -67,38 +70,73 @@ def test_hellos_of_one_connection_are_limited_and_come_back() -> None:
     assert server.refusals == {"a connection says hello too often": 20 - int(HELLOS_BURST)}
 
 
+def confirmed(server: ServerSessions, number: int, node: LocalNode = CLIENT_NODE, now: float = 100.0) -> Pair:
+    """A session of a node on a connection of its own, as far as the server lets it."""
+    client = make_client(seed=1000 + number, node=node)
+    return Pair(client=client, server=server, route=b"confirmed-%d" % number, now=now).up()
+
+
 def test_a_node_has_so_many_sessions_and_the_oldest_goes() -> None:
     server = make_server()
-    first = Pair(server=server, route=b"first").up()
-    ended: list[PeerDown] = []
-    for number in range(SESSIONS_PER_KEY_MAX):
-        ended += of(PeerDown, server.on(RouterFrames(b"%d" % number, hello_of(CLIENT_NODE)), 100.0))
-    assert [down.peer for down in ended] == [PeerDown(ended[0].peer, "").peer]
-    assert ended[0].reason == "the node has too many sessions"
-    assert server.peers == ()
-    assert first.client.state is not None
+    pairs = [confirmed(server, number) for number in range(SESSIONS_PER_KEY_MAX + 1)]
+    ended = [down for pair in pairs for down in of(PeerDown, pair.told_server)]
+    assert [(down.peer.session_id, down.reason) for down in ended] == [
+        (pairs[0].session_id, "the node has too many sessions")
+    ]
+    assert len(server.peers) == SESSIONS_PER_KEY_MAX
 
 
 def test_a_key_has_so_many_sessions_under_all_its_names_together() -> None:
     server = make_server()
-    ended: list[PeerDown] = []
     for number in range(SESSIONS_PER_KEY_MAX + 3):
-        alias = LocalNode(f"alias-{number}", CLIENT_NODE.identity, ("worker",), 1, "")
-        effects = server.on(RouterFrames(b"%d" % number, hello_of(alias)), 0.0)
-        assert of(RouteTransmit, effects)
-        ended += of(PeerDown, effects)
-    assert len(server._sessions) == SESSIONS_PER_KEY_MAX
-    assert ended == [], "none was proven"
-    assert server.peer_on(b"0") is None
+        confirmed(server, number, LocalNode(f"alias-{number}", CLIENT_NODE.identity, ("worker",), 1, ""))
+    assert len(server.peers) == len(server._sessions) == SESSIONS_PER_KEY_MAX
+    assert {peer.node_id for peer in server.peers}.isdisjoint({"alias-0", "alias-1", "alias-2"})
 
 
 def test_hellos_of_one_key_are_limited_over_all_connections() -> None:
     server = make_server()
-    taken = [welcomed(server, b"%d" % number, CLIENT_NODE, 0.0) for number in range(int(KEY_HELLOS_BURST) + 10)]
-    assert taken == [True] * int(KEY_HELLOS_BURST) + [False] * 10
+    pairs = [confirmed(server, number) for number in range(int(KEY_HELLOS_BURST) + 10)]
+    assert [bool(of(PeerUp, pair.told_server)) for pair in pairs] == [True] * int(KEY_HELLOS_BURST) + [False] * 10
     assert server.refusals == {"a node says hello too often": 10}
-    assert welcomed(server, b"other", named("other"), 0.0)
-    assert welcomed(server, b"r", CLIENT_NODE, 1.0)
+    assert of(Refused, pairs[-1].told_server) == [Refused("a node says hello too often", CLIENT_NODE.node_id)]
+    assert of(PeerUp, confirmed(server, 998, named("other")).told_server)
+    assert of(PeerUp, confirmed(server, 999, now=101.0).told_server)
+
+
+def test_hellos_that_others_send_again_cost_their_author_nothing() -> None:
+    """Another member sends what it was sent by a node, from connections of its own; that node's session, and the next one
+    it begins, are as ever."""
+    server = make_server()
+    own = [confirmed(server, number) for number in range(SESSIONS_PER_KEY_MAX)]
+    for number in range(300):
+        assert welcomed(server, b"thief-%d" % number, CLIENT_NODE, 100.0)
+    assert [down for pair in own for down in of(PeerDown, pair.told_server)] == []
+    assert {peer.session_id for peer in server.peers} == {pair.session_id for pair in own}
+    back = [confirmed(server, 500 + number) for number in range(int(KEY_HELLOS_BURST) - SESSIONS_PER_KEY_MAX)]
+    assert all(of(PeerUp, pair.told_server) for pair in back), "its whole budget was left to it"
+
+
+def test_sessions_that_nobody_confirms_are_bounded_together_and_the_oldest_goes() -> None:
+    server = make_server()
+    up = confirmed(server, 1)
+    for number in range(UNPROVEN_SESSIONS_MAX + 20):
+        assert welcomed(server, b"%d" % number, CLIENT_NODE, 100.0)
+    assert len(server._sessions) == UNPROVEN_SESSIONS_MAX + 1
+    assert server.refusals == {"an unproven session made room": 20}
+    assert of(PeerDown, up.told_server) == []
+    assert of(PeerUp, confirmed(server, 2, named("honest")).told_server), "whoever confirms gets in meanwhile"
+
+
+def test_hellos_that_nobody_confirms_are_limited_over_all_connections_and_confirmed_ones_do_not_count() -> None:
+    server = ServerSessions(local=SERVER_NODE, fleet_key=FLEET, random_bytes=NOISE, sessions_max=10_000)
+    node = named("busy")
+    for number in range(int(KEY_HELLOS_BURST)):
+        confirmed(server, number, node)
+    taken = sum(welcomed(server, b"%d" % number, CLIENT_NODE, 100.0) for number in range(int(UNPROVEN_HELLOS_BURST) + 10))
+    assert taken == UNPROVEN_HELLOS_BURST
+    assert server.refusals["too many hellos that nobody confirms"] == 10
+    assert welcomed(server, b"later", CLIENT_NODE, 101.0)
 
 
 def test_new_names_come_in_at_a_bounded_rate_and_known_ones_always(monkeypatch: pytest.MonkeyPatch) -> None:

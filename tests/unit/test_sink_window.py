@@ -11,7 +11,8 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from kakeya_zmq.model.adapters import leaves
-from kakeya_zmq.model.layout import CacheLayout, CachePolicy
+from kakeya_zmq.model.layout import CacheLayout, bounded_caches
+from kakeya_zmq.model.policy import CachePolicy
 from kakeya_zmq.model.sink_window import SinkWindowCache
 from tests import tiny_models
 from tests.cache_runs import BLOCK, Run, greedy, held, parts_at, run_from_nothing, run_on, same
@@ -144,7 +145,7 @@ def test_the_policy_keeps_narrower_windows_and_narrows_wider_ones() -> None:
     model = tiny_models.build("gemma3_text")
 
     def classes(window: int) -> list[tuple[type, int, int]]:
-        caches = CachePolicy.sink_window(SINK, window).apply(model.make_cache())
+        caches = bounded_caches(CachePolicy.sink_window(SINK, window), model.make_cache())
         return [(type(c), getattr(c, "sink", 0), getattr(c, "window", getattr(c, "max_size", 0))) for c in caches[:2]]
 
     wide = tiny_models.WINDOW

@@ -18,14 +18,14 @@ from kakeya_zmq.protocol.effects import (
     Tick,
 )
 from kakeya_zmq.protocol.flights import Flights
-from kakeya_zmq.protocol.prepare import IdAllocator, Phase, PreparationSettings, Unavailable
+from kakeya_zmq.protocol.prepare_phases import Phase
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationSettings, Unavailable
 from tests.unit.preparation_kit import FULL, WINDOWED, all_parts, new_store, tokens_of
 from tests.unit.test_prompt_preparation import Desk, desk, fetch_of, found, job_of, kinds, parts_of, pick
 from wire.errors import FailureCode
 from wire.messages import (
     Decision,
     Fetch,
-    JobAccepted,
     JobProgress,
     Lookup,
     PrefillPolicy,
@@ -160,7 +160,7 @@ def test_the_last_worker_is_left_for_this_machine() -> None:
 def test_a_queue_that_the_worker_announced_is_waited_for() -> None:
     d = desk(65, FULL, workers=["v"], rates=here(10.0))
     ask, _ = job_of(d)
-    d.feed(AskProgressed(ask.ask, JobAccepted(queued_jobs=1, queued_tokens=60, eta_ms=7000)))
+    d.accept(ask, queued_jobs=1, queued_tokens=60, eta_ms=7000)
     advance(d, 6.5)
     assert d.all(CancelAsk) == []
 
@@ -169,6 +169,7 @@ def test_under_remote_required_a_slow_worker_is_left_for_another_one_only() -> N
     d = desk(65, FULL, workers=["v", "w"], rates=here(1e6), policy=PrefillPolicy.REMOTE_REQUIRED)
     advance(d, 3.0)
     assert [ask.node_id for ask in d.asks(SubmitJob)] == ["v", "w"]
+    d.accept(d.asks(SubmitJob)[-1])
     advance(d, 20.0)
     assert len(d.asks(SubmitJob)) == 2, "there is no third one, and nothing is computed here"
     assert d.machine.outcome is None

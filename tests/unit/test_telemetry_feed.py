@@ -18,6 +18,7 @@ from kakeya_zmq.telemetry_feed import (
     Subscribed,
     TakeFigures,
     encode_fitting,
+    encode_last,
 )
 from kakeya_zmq.telemetry_feed_jobs import FINAL_STATES
 from tests.unit.telemetry_kit import (
@@ -40,10 +41,13 @@ from wire.events import (
     EvictionEvent,
     JobEvent,
     LogEvent,
+    RequestEvent,
     SecurityEvent,
     SecurityKind,
     decode_event,
+    encode_event,
 )
+from wire.limits import ANSWER_BYTES_MAX, REQUEST_RECORDS_MAX, TEXT_CHARACTERS_MAX
 
 
 def test_without_listeners_nothing_is_told_and_no_clock_runs() -> None:
@@ -168,3 +172,16 @@ def test_whatever_the_order_jobs_end_once_and_events_are_valid(data: st.DataObje
                 assert event.job_id not in ended
                 assert event.tokens_done <= event.tokens_total
                 ended |= {event.job_id} if event.state in FINAL_STATES else set()
+
+
+def test_of_the_last_records_as_many_are_told_as_fit_into_one_answer() -> None:
+    def record(number: int, text: str) -> RequestEvent:
+        return RequestEvent(request_id=f"r{number}", operation="append", outcome="ready", reasons=(text,) * 32)
+
+    small = tuple(record(number, "w") for number in range(REQUEST_RECORDS_MAX))
+    assert len(encode_last(small, ANSWER_BYTES_MAX)) == len(small)
+    large = tuple(record(number, "w" * TEXT_CHARACTERS_MAX) for number in range(REQUEST_RECORDS_MAX))
+    told = encode_last(large, ANSWER_BYTES_MAX)
+    assert ANSWER_BYTES_MAX / 2 < sum(map(len, told)) <= ANSWER_BYTES_MAX
+    assert told == tuple(map(encode_event, large[-len(told) :]))
+    assert encode_last(large, 100) == ()

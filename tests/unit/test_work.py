@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from kakeya_zmq.blocks import needed_parts
-from kakeya_zmq.engine import CloseSession, ImportPrefix, OpenSession, Prefill
+from kakeya_zmq.engine import CloseSession, ImportPrefix, OpenSession, Prefill, TokenArray
 from kakeya_zmq.protocol.effects import (
     BindSender,
     CancelCommand,
@@ -16,34 +17,42 @@ from kakeya_zmq.protocol.effects import (
     CommandEnded,
     FeedSender,
     LaneFinished,
+    RequestArrived,
     RequestKey,
     RunCommand,
     SendFailure,
     SendProgress,
 )
 from kakeya_zmq.protocol.work import WorkSettings
+from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
     FULL,
+    JOB_KEYS,
     PART_BYTES,
     REQUIREMENTS,
     WINDOWED,
     all_parts,
     chain_of,
+    key_of,
     new_store,
     tokens_of,
 )
-from tests.unit.work_kit import WorkHost
+from tests.unit.work_kit import Request, WorkHost, submission
 from wire import limits
 from wire.errors import FailureCode
-from wire.messages import CipherSuite, JobAccepted, JobResult, Requirement
+from wire.ids import NodeId
+from wire.job_seal import PREFIX_BYTES, JobBinding, JobKeys
+from wire.messages import CipherSuite, JobAccepted, JobResult, Requirement, SubmitJob
 
 each_requirement = pytest.mark.parametrize("requirement", REQUIREMENTS)
 
 
-def accepted_by(host: WorkHost) -> JobAccepted:
-    return next(e.body for e in host.effects if isinstance(e, SendProgress) and isinstance(e.body, JobAccepted))
+def ahead(host: WorkHost) -> tuple[int, int, int]:
+    """What the last job was told: jobs and tokens in front of it, and how long they take in ms."""
+    body = next(e.body for e in host.effects if isinstance(e, SendProgress) and isinstance(e.body, JobAccepted))
+    return body.queued_jobs, body.queued_tokens, body.eta_ms
 
 
 def commands(host: WorkHost) -> list[Any]:
@@ -101,6 +110,45 @@ def test_a_prompt_whose_kv_can_never_fit_does_not_enter_the_queue() -> None:
     host.drain()
 
 
+def sealed_for(asker: str, worker: str, tokens: TokenArray) -> SubmitJob:
+    body = submission(tokens)
+    binding = JobBinding(FINGERPRINT, body.job_id, key_of(asker), key_of(worker))
+    return msgspec.structs.replace(body, prompt=JOB_KEYS.seal(binding, bytes(PREFIX_BYTES), tokens.tobytes()))
+
+
+@pytest.mark.parametrize(
+    ("body", "from_whom"),
+    [
+        (submission(tokens_of(40), keys=JobKeys(b"u" * 32)), "asker"),
+        (submission(tokens_of(40), node="victim"), "asker"),
+        (sealed_for("asker", "another worker", tokens_of(40)), "asker"),
+        (msgspec.structs.replace(submission(tokens_of(40)), job_id=b"k" * 16), "asker"),
+        (msgspec.structs.replace(submission(tokens_of(40)), prompt=b""), "asker"),
+        (msgspec.structs.replace(submission(tokens_of(40)), prompt=tokens_of(40).tobytes()), "asker"),
+        (submission(tokens_of(40), node=""), ""),
+    ],
+    ids=["another key", "another asker's", "another worker's", "another job's", "nothing", "in clear", "no identity"],
+)
+def test_a_prompt_that_was_not_sealed_for_this_worker_is_refused_and_written_down(body: SubmitJob, from_whom: str) -> None:
+    host = WorkHost(FULL)
+    key = RequestKey((bytes(16), 1))
+    host.requests[key] = Request(body, tokens_of(40), from_whom)
+    identity = key_of(from_whom) if from_whom else b""
+    host.send(RequestArrived(key, NodeId(from_whom), (), body, host.now + 60, identity))
+    assert outcome(host, key) is FailureCode.UNAUTHENTICATED
+    assert host.refusals == [NOT_SEALED_FOR_US]
+    assert host.service.idle
+
+
+def test_who_attaches_to_a_job_is_given_a_proof_of_its_own() -> None:
+    host = WorkHost(FULL)
+    first = host.submit(tokens_of(40))
+    second = host.submit(tokens_of(40))  # the host checks the proof against this submission
+    assert outcome(host, first) is FailureCode.ABORTED
+    assert second in host.requests
+    host.drain()
+
+
 def test_a_full_queue_refuses_and_an_ended_job_makes_room() -> None:
     host = WorkHost(FULL, settings=WorkSettings(max_jobs=2))
     first, _ = host.submit(tokens_of(40, 1), job_id=1), host.submit(tokens_of(40, 2), job_id=2)
@@ -122,11 +170,11 @@ def test_a_credit_smaller_than_the_chunks_makes_the_chunks_smaller() -> None:
 def test_the_wait_is_told_from_the_tokens_ahead_and_the_measured_speed() -> None:
     host = WorkHost(FULL, settings=WorkSettings(default_tokens_per_second=10.0))
     host.submit(tokens_of(41, 1), job_id=1)
-    assert accepted_by(host) == JobAccepted(queued_jobs=0, queued_tokens=0, eta_ms=0)
+    assert ahead(host) == (0, 0, 0)
     host.submit(tokens_of(21, 2), job_id=2)
-    assert accepted_by(host) == JobAccepted(queued_jobs=1, queued_tokens=40, eta_ms=4000)
+    assert ahead(host) == (1, 40, 4000)
     host.submit(tokens_of(31, 3), job_id=3)
-    assert accepted_by(host) == JobAccepted(queued_jobs=2, queued_tokens=60, eta_ms=6000)
+    assert ahead(host) == (2, 60, 6000)
     host.drain()
 
 

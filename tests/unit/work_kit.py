@@ -4,7 +4,7 @@ that keeps the rules of kakeya_zmq.engine_runner (commands of one session in ord
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -34,6 +34,7 @@ from kakeya_zmq.protocol.effects import (
     LaneId,
     LaneOpened,
     Note,
+    Refuse,
     RequestArrived,
     RequestCancelled,
     RequestKey,
@@ -41,16 +42,28 @@ from kakeya_zmq.protocol.effects import (
     SendFailure,
     SendProgress,
     SendReply,
-    Ticket,
     UpdateArrived,
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.work import WorkService, WorkSettings
 from kakeya_zmq.store import BlockStore
-from tests.unit.preparation_kit import FINGERPRINT, TENANT_KEY, FakeEngine, chain_of, facts_of, new_store, part_of
+from tests.unit.engine_queues import EngineQueues
+from tests.unit.preparation_kit import (
+    FINGERPRINT,
+    JOB_KEYS,
+    TENANT_KEY,
+    FakeEngine,
+    binding_of,
+    chain_of,
+    facts_of,
+    key_of,
+    new_store,
+    part_of,
+)
 from wire import limits
 from wire.errors import FailureCode
 from wire.ids import NodeId
+from wire.job_seal import PREFIX_BYTES, JobBinding, JobKeys
 from wire.messages import (
     CipherSuite,
     Credit,
@@ -85,11 +98,14 @@ def submission(
     credit_bytes: int = limits.CHUNK_BYTES_MIN,
     suites: tuple[CipherSuite, ...] = (CipherSuite.SECRETBOX,),
     fingerprint: bytes = FINGERPRINT,
+    node: str = "asker",
+    keys: JobKeys = JOB_KEYS,
 ) -> SubmitJob:
+    binding = JobBinding(fingerprint, job_id.to_bytes(16, "big"), key_of(node), key_of("worker"))
     return SubmitJob(
-        job_id=job_id.to_bytes(16, "big"),
+        job_id=binding.job_id,
         fingerprint=fingerprint,
-        tokens=tokens.astype("<i4").tobytes(),
+        prompt=keys.seal(binding, secrets.token_bytes(PREFIX_BYTES), tokens.astype("<i4").tobytes()),
         have_tokens=have,
         suites=suites,
         chunk_bytes_max=chunk_bytes,
@@ -121,14 +137,6 @@ class Request:
     outcome: JobResult | FailureCode | None = None
 
 
-@dataclass
-class Task:
-    ticket: Ticket
-    command: Command
-    steps: Iterator[Event] | None = None
-    cancelled: bool = False
-
-
 class WorkHost:
     """Carries out the service's effects and holds it to the rules."""
 
@@ -141,6 +149,7 @@ class WorkHost:
         self.service = WorkService(
             facts=facts_of(requirement),
             tenant_key=TENANT_KEY,
+            identity_public_key=key_of("worker"),
             store=self.store,
             ids=IdAllocator(itertools.count(1).__next__),
             has_aes=False,
@@ -151,12 +160,13 @@ class WorkHost:
         self.ended: dict[RequestKey, Request] = {}
         self.lanes: dict[LaneId, Lane] = {}
         self.engines: dict[str, FakeEngine] = {}
-        self.queues: dict[str, deque[Task]] = {}
+        self.queues = EngineQueues()
         self.import_fails = False
         self.prefill_fails_at: int | None = None
         self.not_encoded = 0
         """Parts of each segment that the codec refuses."""
         self.notes: list[Note] = []
+        self.refusals: list[str] = []
         self.failures: list[str] = []
         self.counts: dict[str, int] = {}
         self.sent: list[Part] = []
@@ -188,14 +198,15 @@ class WorkHost:
                 case BindSender() | FeedSender() | AddCredit() | CloseLane():
                     self.lane_effect(effect)
                 case RunCommand(ticket=ticket, command=command):
-                    self.queues.setdefault(command.session_id, deque()).append(Task(ticket, command))
+                    self.queues.put(ticket, command)
                 case CancelCommand(ticket=ticket):
-                    task = next(task for queue in self.queues.values() for task in queue if task.ticket == ticket)
-                    task.cancelled = True
+                    self.queues.cancel(ticket)
                 case Count(name=name, amount=amount):
                     self.counts[name] = self.counts.get(name, 0) + amount
                 case Note():
                     self.notes.append(effect)
+                case Refuse(reason=reason):
+                    self.refusals.append(reason)
                 case _:
                     raise AssertionError(f"unexpected effect {type(effect).__name__}")
 
@@ -213,8 +224,8 @@ class WorkHost:
             case TransferGrant():
                 request.granted += 1
                 assert request.granted == 1
-            case JobAccepted():
-                pass
+            case JobAccepted(proof=proof):
+                assert proof == JOB_KEYS.proof(binding_of(request.body, "worker", key_of(request.node)), request.body.prompt)
             case _:
                 raise AssertionError(f"unexpected progress {type(body).__name__}")
 
@@ -276,9 +287,9 @@ class WorkHost:
 
     def submit(self, tokens: TokenArray, *, node: str = "asker", **options: object) -> RequestKey:
         key = RequestKey((bytes(16), next(self.numbers)))
-        body = submission(tokens, **options)  # type: ignore[arg-type]
+        body = submission(tokens, node=node, **options)  # type: ignore[arg-type]
         self.requests[key] = Request(body, tokens, node)
-        self.send(RequestArrived(key, NodeId(node), (), body, self.now + 60))
+        self.send(RequestArrived(key, NodeId(node), (), body, self.now + 60, key_of(node)))
         return key
 
     def cancel(self, key: RequestKey) -> None:
@@ -307,23 +318,15 @@ class WorkHost:
 
     def step(self, choice: int = 0) -> bool:
         """One step of one engine session; False when there is nothing to do."""
-        busy = [name for name, queue in self.queues.items() if queue]
-        if not busy:
+        done = self.queues.step(choice, self.run)
+        if done is None:
             return False
-        name = busy[choice % len(busy)]
-        queue = self.queues[name]
-        cancelled = next((task for task in queue if task.cancelled), None)
-        task = cancelled or queue[0]
-        event = None
-        if cancelled is None:
-            task.steps = task.steps or self.run(task.command)
-            event = next(task.steps, None)
+        name, task, event = done
         if event is not None:
             self.send(CommandEvent(task.ticket, event))
             return True
-        queue.remove(task)
         engine = self.engines.get(name)
-        self.send(CommandEnded(task.ticket, cancelled is not None, engine.position if engine else None))
+        self.send(CommandEnded(task.ticket, task.cancelled, engine.position if engine else None))
         return True
 
     def run(self, command: Command) -> Iterator[Event]:

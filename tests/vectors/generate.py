@@ -22,6 +22,7 @@ from wire import bus, cards, handshake, messages
 from wire.bulk import ChunkSealer
 from wire.chunks import ChunkHeader, ChunkKind, encode_manifest
 from wire.codec import encode_client, encode_server, pack_bitmap, pack_tokens
+from wire.job_seal import JobBinding, JobKeys
 from wire.keys import CurvePair, FleetKey, NodeIdentity, Purpose
 
 FOLDER: Final = Path(__file__).parent
@@ -52,6 +53,7 @@ def vectors() -> dict[str, Any]:
         "bulk.json": bulk_vectors(),
         "bus.json": bus_vectors(),
         "names.json": name_vectors(),
+        "jobs.json": job_vectors(),
     }
 
 
@@ -209,8 +211,8 @@ def bus_vectors() -> list[dict[str, Any]]:
     groups = {bus.Group.FLEET: key.derive(Purpose.BUS_FLEET), bus.Group.TELEMETRY: key.telemetry_key().seal_key}
     found = []
     for topic, payload in ((bus.Topic.CARD, signed), (bus.Topic.NODE, b"\x80")):
-        message = bus.BusMessage("nöde", topic, 2**62, 3, payload)  # type: ignore[arg-type]
-        frames = bus.seal_message(message, groups[topic.group], random)
+        message = bus.BusMessage("nöde", topic, 2**62, 3, payload, identity.public_key)  # type: ignore[arg-type]
+        frames = bus.seal_message(message, identity, groups[topic.group], random)
         found.append(
             {
                 "group": topic.group.value,
@@ -220,10 +222,29 @@ def bus_vectors() -> list[dict[str, Any]]:
                 "incarnation": 2**62,
                 "sequence": 3,
                 "payload": payload.hex(),
+                "identity_public_key": identity.public_key.hex(),
                 "card": plain(card) if topic is bus.Topic.CARD else None,
             }
         )
     return found
+
+
+def job_vectors() -> dict[str, Any]:
+    random = Source("jobs")
+    tenant_key, prefix = random(32), random(24)
+    binding = JobBinding(random(32), random(16), random(32), random(32))
+    keys, tokens = JobKeys(tenant_key), pack_tokens([1, 70_000, 262_143])
+    prompt = keys.seal(binding, prefix, tokens)
+    return {
+        "tenant_key": tenant_key.hex(),
+        "fingerprint": binding.fingerprint.hex(),
+        "job_id": binding.job_id.hex(),
+        "asker_key": binding.asker_key.hex(),
+        "worker_key": binding.worker_key.hex(),
+        "tokens": tokens.hex(),
+        "prompt": prompt.hex(),
+        "proof": keys.proof(binding, prompt).hex(),
+    }
 
 
 def name_vectors() -> dict[str, Any]:

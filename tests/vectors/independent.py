@@ -238,18 +238,60 @@ def seal_chunk(suite: int, key: bytes, header: bytes, plaintext: bytes) -> bytes
     return bindings.crypto_secretbox(plaintext, blake2b(header, 24), key)
 
 
+# --- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def job_binding(namespace: bytes, job_id: bytes, asker_key: bytes, worker_key: bytes) -> bytes:
+    assert (len(namespace), len(job_id), len(asker_key), len(worker_key)) == (32, 16, 32, 32)
+    return namespace + job_id + asker_key + worker_key
+
+
+def seal_job_prompt(tenant_key: bytes, binding: bytes, prefix: bytes, tokens: bytes) -> bytes:
+    key = blake2b(b"", 32, key=tenant_key, person="kz job prompt")
+    return prefix + bindings.crypto_secretbox(tokens, blake2b(binding + prefix, 24), key)
+
+
+def open_job_prompt(tenant_key: bytes, binding: bytes, sealed: bytes) -> bytes:
+    key = blake2b(b"", 32, key=tenant_key, person="kz job prompt")
+    return bindings.crypto_secretbox_open(sealed[24:], blake2b(binding + sealed[:24], 24), key)
+
+
+def job_proof(tenant_key: bytes, binding: bytes, sealed: bytes) -> bytes:
+    key = blake2b(b"", 32, key=tenant_key, person="kz job proof")
+    return blake2b(binding + sealed[:24], 32, key=key, person="kz job proof")
+
+
 # --- bus and cards -----------------------------------------------------------------------------------------------------
 
 
-def open_bus_message(group_key: bytes, frames: list[bytes]) -> tuple[str, int, int, int, bytes]:
-    """(node id, topic, incarnation, sequence, payload)"""
+def bus_signed(group_key: bytes, header: bytes, payload: bytes) -> bytes:
+    return b"kakeya-zmq bus\0" + blake2b(b"", 16, key=group_key, person="kz bus group") + header + payload
+
+
+def open_bus_message(group_key: bytes, frames: list[bytes]) -> tuple[str, int, int, int, bytes, bytes]:
+    """(node id, topic, incarnation, sequence, payload, identity public key)"""
     topic, header, sealed = frames
     magic, version, number, length, incarnation, sequence = BUS_HEADER.unpack_from(header)
     assert (magic, version, topic) == (b"KB", 1, bytes([number]))
     node_id = header[BUS_HEADER.size :]
     assert len(node_id) == length
-    key = blake2b(header, 32, key=group_key, person="kakeya-bus-v1")
-    return node_id.decode(), number, incarnation, sequence, bindings.crypto_secretbox_open(sealed[24:], sealed[:24], key)
+    key = blake2b(header, 32, key=group_key, person="kakeya-bus-v2")
+    content = bindings.crypto_secretbox_open(sealed[24:], sealed[:24], key)
+    public_key, signature, payload = content[:32], content[32:96], content[96:]
+    VerifyKey(public_key).verify(bus_signed(group_key, header, payload), signature)
+    return node_id.decode(), number, incarnation, sequence, payload, public_key
+
+
+def seal_bus_message(
+    group_key: bytes, who: Identity, topic: int, incarnation: int, sequence: int, payload: bytes, *, name: str = ""
+) -> list[bytes]:
+    """The frames of a message, under another name than the signer's where one is given."""
+    node_id = (name or who.node_id).encode()
+    header = BUS_HEADER.pack(b"KB", 1, topic, len(node_id), incarnation, sequence) + node_id
+    signature = bytes(who.signing.sign(bus_signed(group_key, header, payload)).signature)
+    nonce = os.urandom(24)
+    key = blake2b(header, 32, key=group_key, person="kakeya-bus-v2")
+    return [bytes([topic]), header, nonce + bindings.crypto_secretbox(who.public + signature + payload, nonce, key)]
 
 
 def sign_card(signing: SigningKey, fields: list[Any]) -> bytes:

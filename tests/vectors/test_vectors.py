@@ -206,7 +206,7 @@ def test_bus(number: int) -> None:
     message = wire.open_bus_message(keys[vector["group"]], unhex(vector["frames"]))
     expected = ("node_id", "topic", "incarnation", "sequence")
     assert message[:4] == tuple(vector[name] for name in expected)
-    assert message[4].hex() == vector["payload"]
+    assert (message[4].hex(), message[5].hex()) == (vector["payload"], vector["identity_public_key"])
     if vector["card"] is not None:
         assert by_name("Card", wire.read_card(message[4]), tagged=False) == vector["card"]
 
@@ -224,3 +224,15 @@ def test_names() -> None:
     assert list(wire.struct.unpack("<5i", packed)) == vector["tokens"][:5]
     bits, bitmap = vector["bitmap"][0], bytes.fromhex(vector["bitmap"][1])
     assert [bool(bitmap[at // 8] >> at % 8 & 1) for at in range(len(bits))] == bits
+
+
+def test_jobs() -> None:
+    vector = {name: bytes.fromhex(value) for name, value in load("jobs.json").items()}
+    key, prompt = vector["tenant_key"], vector["prompt"]
+    binding = wire.job_binding(vector["fingerprint"], vector["job_id"], vector["asker_key"], vector["worker_key"])
+    assert wire.open_job_prompt(key, binding, prompt) == vector["tokens"]
+    assert wire.seal_job_prompt(key, binding, prompt[:24], vector["tokens"]) == prompt
+    assert wire.job_proof(key, binding, prompt) == vector["proof"]
+    swapped = wire.job_binding(vector["fingerprint"], vector["job_id"], vector["worker_key"], vector["asker_key"])
+    with pytest.raises(CryptoError):
+        wire.open_job_prompt(key, swapped, prompt)

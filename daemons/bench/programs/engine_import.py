@@ -33,9 +33,6 @@ class EngineImport:
         self._tokens = np.empty(0, dtype=np.int32)
 
     def load(self, folder: str, threads: int) -> dict[str, object]:
-        from kakeya_zmq.model.blas import prepare_blas
-
-        prepare_blas(threads)
         from kakeya_zmq.model.loader import load_engine
 
         self._engine = load_engine(Path(folder), blas_threads=threads)

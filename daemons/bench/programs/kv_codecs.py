@@ -58,14 +58,11 @@ class KvCodecs:
         from kakeya_zmq.model.blas import prepare_blas
 
         report = prepare_blas(threads)
-        from mlx_lm.utils import load_model
+        from kakeya_zmq.model.layout import CacheLayout
+        from kakeya_zmq.model.loader import load_weights
+        from kakeya_zmq.model.policy import CachePolicy
 
-        from kakeya_zmq.model.layout import CacheLayout, CachePolicy
-        from kakeya_zmq.model.single_row import use_small_products
-
-        self._model, _ = load_model(Path(folder), lazy=False)
-        if report.small_products:
-            use_small_products(self._model)
+        self._model = load_weights(Path(folder), report)
         self._layout = CacheLayout(self._model, block_tokens=BLOCK_TOKENS_DEFAULT, policy=CachePolicy.native())
         return {"kv_dtype": self._layout.kv_dtype}
 

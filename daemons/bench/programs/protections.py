@@ -6,6 +6,7 @@ Control messages go to and fro between two sockets on one thread, so that nothin
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from wire import handshake
 from wire.bulk import ChunkSealer
 from wire.codec import decode_client, decode_hello, encode_client, encode_hello
 from wire.frames import Header
+from wire.job_seal import PREFIX_BYTES, JobBinding, JobKeys
 from wire.keys import FleetKey, NodeIdentity
 from wire.limits import MIB
 from wire.messages import CipherSuite, GetStatus, Hello, Ping, Request
@@ -143,6 +145,23 @@ def hashing(keyed: bool, tokens: int, times: int) -> float:
     return _each(lambda: chain_hashes(prompt, fingerprint, key, BLOCK_TOKENS), times) if keyed else _each(unkeyed, times)
 
 
+def job(sealed: bool, tokens: int, times: int) -> float:
+    """A prompt on its way from a primary to its worker, with what both do to trust each other, or as plain bytes."""
+    prompt = np.arange(tokens, dtype=np.int32)
+    keys = JobKeys(secrets.token_bytes(32))
+
+    def once() -> None:
+        packed = prompt.astype("<i4", copy=False).tobytes()
+        if sealed:
+            binding = JobBinding(bytes(32), secrets.token_bytes(16), bytes(32), bytes(32))
+            message = keys.seal(binding, secrets.token_bytes(PREFIX_BYTES), packed)
+            packed = keys.open(binding, message)
+            hmac.compare_digest(keys.proof(binding, message), keys.proof(binding, message))
+        np.frombuffer(packed, dtype="<i4")
+
+    return _each(once, times)
+
+
 def admission(checked: str, times: int) -> float:
     """What a request passes before it is looked at."""
     limiter = RequestLimiter(RequestLimits(requests_per_s=1e6, lookups_per_s=1e6, publishes_per_s=1e6, jobs_per_s=1e6))
@@ -207,6 +226,7 @@ def main() -> None:
         "chunk": chunk,
         "verify": verify,
         "hashing": hashing,
+        "job": job,
         "admission": admission,
         "hello": hello,
     }
