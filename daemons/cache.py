@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from daemons.node import Node, load_keys
+from daemons.node import Node
+from daemons.node_keys import load_keys
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.reactor import Reactor
 

@@ -7,15 +7,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import platform
 import secrets
-import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-
-import psutil
+from dataclasses import asdict
 
 from daemons.admission import Admission
 from daemons.askers import Askers
@@ -24,16 +18,18 @@ from daemons.bulk import BulkShell
 from daemons.cache_budget import CacheBudget
 from daemons.dispatch import Dispatcher
 from daemons.emptying import StoreEmptying
-from daemons.membership import Membership, announced_endpoints, next_incarnation, with_literal_hosts
-from daemons.memory import peak_memory_bytes
+from daemons.membership import Membership, next_incarnation
+from daemons.node_card import card_of
+from daemons.node_keys import NodeKeys, node_folder
 from daemons.node_lock import NodeLock
-from daemons.own_addresses import is_everywhere, look_up, own_hosts
+from daemons.node_status import NodeStatus, roster_section
+from daemons.notes import Notes
+from daemons.own_endpoints import OwnEndpoints
 from daemons.rotation import KeyedEndpoints
 from daemons.security import Security
 from daemons.telemetry_feed import NodeTelemetry
 from kakeya_zmq import __version__
-from kakeya_zmq.compat import TENANT_KEY_ID
-from kakeya_zmq.config import Settings, kakeya_home
+from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts
 from kakeya_zmq.io.bus import Publisher as BusPublisher
 from kakeya_zmq.io.bus import Subscriber
@@ -41,7 +37,7 @@ from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, check_libzmq, parse_address, parse_port_range
+from kakeya_zmq.io.sockets import Address, PortRange, check_libzmq, parse_address, parse_port_range
 from kakeya_zmq.protocol.effects import Refuse
 from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.serve import CacheService
@@ -50,57 +46,19 @@ from kakeya_zmq.store import BlockStore
 from kakeya_zmq.telemetry import Counters, Value
 from wire.bulk import has_hardware_aes
 from wire.bus import BusMessage, Group, Topic
-from wire.cards import (
-    HELD_NAMESPACES_MAX,
-    CacheOffering,
-    Card,
-    Endpoint,
-    HeldNamespace,
-    ModelOffering,
-    WorkerOffering,
-    sign_card,
-)
+from wire.cards import Card, WorkerOffering, sign_card
 from wire.errors import FailureCode
 from wire.events import SecurityKind
 from wire.ids import NodeId
-from wire.keyring import KeyFile
-from wire.keys import FleetKey, NodeIdentity
-from wire.limits import NAME_CHARACTERS_MAX, TEXT_CHARACTERS_MAX, check_limits
+from wire.keys import FleetKey
+from wire.limits import NAME_CHARACTERS_MAX, check_limits
 from wire.messages import ExchangeCards, GetRequests, GetStatus, Status
-from wire.text import clean
 
 _log = logging.getLogger(__name__)
 
 NOT_READ = "long answers are asked for while those before have not been read"
 _LONG_ANSWERS = (ExchangeCards, GetRequests, GetStatus)
 """Whoever asks for these and never reads would fill the backlog of the control server with them."""
-NOTES_KEPT = 100
-NOTE_REPEAT_SECONDS = 10.0
-"""The same line is logged at most this often: a stranger knocking must not fill the log."""
-
-
-@dataclass(frozen=True, slots=True)
-class NodeKeys:
-    """The secrets of one node."""
-
-    fleet_keys: KeyFile
-    identity: NodeIdentity
-
-
-def load_keys(settings: Settings) -> NodeKeys:
-    """Read the PSKs and the node's identity key (made on first start).
-
-    Raises:
-        SecretFileError: a file is missing, unreadable, too short or readable by others.
-    """
-    fleet_keys = KeyFile(Path(settings.fleet_psk_file))
-    identity = NodeIdentity.load_or_create(node_folder(settings.node_id) / "identity.key")
-    return NodeKeys(fleet_keys, identity)
-
-
-def node_folder(node_id: str) -> Path:
-    """Where a node keeps its state; one machine may run several nodes."""
-    return kakeya_home() / "nodes" / node_id
 
 
 class Node:
@@ -123,9 +81,7 @@ class Node:
         self.settings = settings
         self.ids = IdAllocator(itertools.count(1).__next__)
         self.has_aes = has_hardware_aes()
-        self.started_unix = time.time()
         self.counters = Counters.for_prefill()
-        self.notes: deque[str] = deque(maxlen=NOTES_KEPT)
         self.facts: ModelFacts | None = None
         self.tenant_key_id = ""
         """Public name of the key that a node with a model hashes with."""
@@ -133,43 +89,81 @@ class Node:
         self.admission = Admission()
         self.sections: list[Callable[[], tuple[str, dict[str, Value]]]] = []
         """Further status sections, added by roles."""
+        self._status = NodeStatus(self)
         self.worker_offering: Callable[[], WorkerOffering] | None = None
-        self._note_times: dict[str, float] = {}
         self._keys = keys
         self._lock = NodeLock(node_folder(settings.node_id), settings.node_id)
-        self.local = LocalNode(
-            node_id=NodeId(settings.node_id),
-            identity=keys.identity,
+        self.local = self._make_local(roles)
+        self.security = self._make_security()
+        bind = parse_address(settings.bind)
+        ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
+        self.telemetry = NodeTelemetry(self)
+        self.notes = Notes(reactor.clock, _log, self.counters, self.telemetry.note)
+        self.subscriber = self._make_subscriber()
+        self.membership = self._make_membership()
+        self.askers = Askers()
+        self._join_membership()
+        self.peers, self.directory = self.membership.peers, self.membership.directory
+        self.dispatcher = Dispatcher(reactor, find_client=self.find_asked, count=self.counters.add, note=self.note)
+        self.dispatcher.observe = self.telemetry.observe
+        self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes, quota_bytes=self._quota_bytes)
+        self.security.entitlement.access.is_held = self.store.holds_namespace
+        self.emptying = StoreEmptying(reactor, self.store, told=self._emptied)
+        self.security.entitlement.now_revoked = self.emptying.revoked
+        if settings.adaptive_cache:
+            budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
+            self.sections.append(budget.section)
+        hides = self.security.entitlement.access.hides
+        self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes, hides=hides)
+        self.endpoints = self._make_endpoints(bind, ports)
+        self.subscriber.use_keys(keys.fleet_keys.ring.keys)
+        self.sections.append(lambda: roster_section(self))
+        self.sections.append(self.endpoints.section)
+        self.bulk = BulkShell(reactor, host=bind.host, ports=ports, deliver=self.dispatcher.lane_event)
+        self.dispatcher.lanes = self.bulk
+        self.dispatcher.add(self.cache_service, handles=self.cache_service.handles)
+        self.own_endpoints = OwnEndpoints(settings, lambda: self.endpoints.address, self.note)
+        self.own_endpoints.look_up_names()
+
+    # --- what it is made of --------------------------------------------------------------------------------------------
+
+    def _make_local(self, roles: tuple[str, ...]) -> LocalNode:
+        return LocalNode(
+            node_id=NodeId(self.settings.node_id),
+            identity=self._keys.identity,
             roles=roles,
-            incarnation=next_incarnation(node_folder(settings.node_id)),
+            incarnation=next_incarnation(node_folder(self.settings.node_id)),
             software=f"kakeya-zmq {__version__}"[:NAME_CHARACTERS_MAX],
         )
-        self.security = Security(
-            reactor,
-            settings,
-            identity=keys.identity,
-            fleet_key=keys.fleet_keys.ring.newest,
-            folder=node_folder(settings.node_id),
+
+    def _make_security(self) -> Security:
+        return Security(
+            self.reactor,
+            self.settings,
+            identity=self._keys.identity,
+            fleet_key=self._keys.fleet_keys.ring.newest,
+            folder=node_folder(self.settings.node_id),
             refused=lambda reason: self._refused(reason, SecurityKind.TRANSFER_REFUSED),
             expel=self._expel,
             forgotten=lambda node_id: self.membership.forget(node_id),
         )
-        bind = parse_address(settings.bind)
-        ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
-        self.telemetry = NodeTelemetry(self)
-        self.subscriber = Subscriber(
-            reactor,
-            keys=keys.fleet_keys.ring.oldest,
+
+    def _make_subscriber(self) -> Subscriber:
+        return Subscriber(
+            self.reactor,
+            keys=self._keys.fleet_keys.ring.oldest,
             topics=[Topic.CARD],
             on_message=self._bus_message,
             on_gap=lambda *_: None,
             on_refused=lambda node_id, reason: self._refused(reason, SecurityKind.CARD_REFUSED),
         )
-        self.membership = Membership(
-            reactor,
-            settings,
+
+    def _make_membership(self) -> Membership:
+        return Membership(
+            self.reactor,
+            self.settings,
             local=self.local,
-            fleet_key=lambda: tuple(reversed(keys.fleet_keys.ring.keys)),
+            fleet_key=lambda: tuple(reversed(self._keys.fleet_keys.ring.keys)),
             identities=self.security.identities,
             make_card=self._make_card,
             publish=lambda card: self.endpoints.publish(Topic.CARD, card),
@@ -177,48 +171,29 @@ class Node:
             note=self.note,
             counters=self.counters,
         )
-        self.askers = Askers()
-        self.membership.restarted.append(self.askers.end_older)
-        self.membership.noticed += [self.telemetry.security, self._noticed]
-        access = self.security.entitlement.access
-        self.membership.cards_taken.append(access.learn)
-        self.membership.gone.append(access.forget)
-        self.membership.revocations = self.security.entitlement.revocations
-        self.membership.revocations_told = self.security.entitlement.merge
-        self.peers, self.directory = self.membership.peers, self.membership.directory
-        self.dispatcher = Dispatcher(reactor, find_client=self.find_asked, count=self.counters.add, note=self.note)
-        self.dispatcher.observe = self.telemetry.observe
-        self.store = BlockStore(settings.cache_bytes, random_bytes=secrets.token_bytes, quota_bytes=self._quota_bytes)
-        access.is_held = self.store.holds_namespace
-        self.emptying = StoreEmptying(reactor, self.store, told=self._emptied)
-        self.security.entitlement.now_revoked = self.emptying.revoked
-        if settings.adaptive_cache:
-            budget = CacheBudget(reactor, settings, self.store, model_bytes=self._model_bytes)
-            self.sections.append(budget.section)
-        self.cache_service = CacheService(self.store, lanes=self.ids.lane, has_aes=self.has_aes, hides=access.hides)
-        self.endpoints = KeyedEndpoints(
-            reactor,
-            keys.fleet_keys,
+
+    def _join_membership(self) -> None:
+        """Tell the membership's news to those whom they concern."""
+        membership, entitlement = self.membership, self.security.entitlement
+        membership.restarted.append(self.askers.end_older)
+        membership.noticed += [self.telemetry.security, self._noticed]
+        membership.cards_taken.append(entitlement.access.learn)
+        membership.gone.append(entitlement.access.forget)
+        membership.revocations = entitlement.revocations
+        membership.revocations_told = entitlement.merge
+
+    def _make_endpoints(self, bind: Address, ports: PortRange | None) -> KeyedEndpoints:
+        return KeyedEndpoints(
+            self.reactor,
+            self._keys.fleet_keys,
             bind=bind,
-            bus_bind=parse_address(settings.bus_bind) if settings.bus_bind else Address(bind.host, 0),
+            bus_bind=parse_address(self.settings.bus_bind) if self.settings.bus_bind else Address(bind.host, 0),
             ports=ports,
             make_bus=self._make_bus,
             make_server=self._make_server,
             changed=self._keys_changed,
             noted=self._key_noted,
         )
-        self.subscriber.use_keys(keys.fleet_keys.ring.keys)
-        self.sections.append(self._roster_section)
-        self.sections.append(self.endpoints.section)
-        self.bulk = BulkShell(reactor, host=bind.host, ports=ports, deliver=self.dispatcher.lane_event)
-        self.dispatcher.lanes = self.bulk
-        self.dispatcher.add(self.cache_service, handles=self.cache_service.handles)
-        self._cpu = psutil.Process()
-        self._look_up_own_names()
-
-    def find_asked(self, node_id: str) -> ControlClient | None:
-        """The connection to a node that may be asked for KV and work, if its session is up."""
-        return self.peers.find(node_id) if self.security.entitlement.access.may_be_asked(node_id) else None
 
     def _make_bus(self, key: FleetKey, address: Address) -> BusPublisher:
         return BusPublisher(
@@ -259,18 +234,6 @@ class Node:
         self.membership.expel(identity_public_key, node_id, reason)
         self.telemetry.security(SecurityKind.NODE_REVOKED, reason, node_id)
         self.note("warning", f"{node_id or 'a node that is not known here'}: {reason}")
-
-    def _roster_section(self) -> tuple[str, dict[str, Value]]:
-        entitlement = self.security.entitlement
-        roster = entitlement.access.roster
-        return "roster", {
-            "listed_nodes": len(roster.nodes) if roster is not None else None,
-            "revoked_keys": len(entitlement.revocations),
-            "roster_usable": not entitlement.error,
-            "emptyings": self.emptying.count,
-            "emptied_bytes": self.emptying.bytes_dropped,
-            "next_emptying_s": self.emptying.next_s(),
-        }
 
     def _emptied(self, why: str, dropped_bytes: int) -> None:
         self.security.audit.write("revoked", why)
@@ -343,48 +306,13 @@ class Node:
     @property
     def address(self) -> Address:
         """Where other nodes reach this one; without --advertise, where it serves."""
-        if self.settings.advertise:
-            return parse_address(self.settings.advertise)
-        return self.endpoints.address
-
-    def _announced(self) -> tuple[Endpoint, ...]:
-        own = self._own_hosts()
-        literals = {**self._literals, **{host: host for host in own}}
-        return with_literal_hosts(announced_endpoints(self.settings, self.address, own), literals)
-
-    def _own_hosts(self) -> tuple[str, ...]:
-        """This machine's addresses, where it serves at all of them and is not told which to announce; they may change."""
-        if self.settings.advertise or not is_everywhere(self.address.host):
-            return ()
-        return own_hosts(six=":" in self.address.host)
-
-    def _look_up_own_names(self) -> None:
-        """Learn the addresses behind the names that the settings announce, once: the reactor does not run yet."""
-        own = self._own_hosts()
-        if own:
-            self.note("info", f"--advertise is not given: what this machine's networks call it is announced ({len(own)})")
-        hosts = [parse_address(each.address).host for each in announced_endpoints(self.settings, self.address, own)]
-        self._literals = look_up(hosts)
-        for host in dict.fromkeys(hosts):
-            if host not in self._literals:
-                self.note("warning", "a host name of --advertise, --endpoint or --bind has no address: it is not announced")
+        return self.own_endpoints.address
 
     # --- notes -------------------------------------------------------------------------------------------------------
 
     def note(self, level: str, text: str) -> None:
         """Remember and log one noteworthy event; repetitions within a short time are only counted."""
-        now = self.reactor.clock()
-        # Much of it was written by others: a peer's name, its reason, its error.
-        line = clean(text)[:TEXT_CHARACTERS_MAX]
-        if now - self._note_times.get(line, float("-inf")) < NOTE_REPEAT_SECONDS:
-            self.counters.add("notes_repeated")
-            return
-        if len(self._note_times) >= NOTES_KEPT:
-            self._note_times.clear()
-        self._note_times[line] = now
-        self.notes.append(f"{time.strftime('%H:%M:%S')} {line}"[:TEXT_CHARACTERS_MAX])
-        _log.log({"info": logging.INFO, "warning": logging.WARNING}.get(level, logging.ERROR), "%s", line)
-        self.telemetry.note(level, line)
+        self.notes.add(level, text)
 
     def _refused(self, reason: str, kind: SecurityKind = SecurityKind.CONNECTION_REFUSED, *, subject: str = "") -> None:
         self.counters.add("connections_refused")
@@ -401,6 +329,10 @@ class Node:
         return True
 
     # --- requests ------------------------------------------------------------------------------------------------------
+
+    def find_asked(self, node_id: str) -> ControlClient | None:
+        """The connection to a node that may be asked for KV and work, if its session is up."""
+        return self.peers.find(node_id) if self.security.entitlement.access.may_be_asked(node_id) else None
 
     def _request(self, incoming: IncomingRequest) -> None:
         refusal = self.admission.refusal(incoming.body)
@@ -436,41 +368,7 @@ class Node:
 
     def status(self) -> Status:
         """Everything this node tells about itself."""
-        sections: dict[str, dict[str, Value]] = {
-            "node": {
-                "state": self.state,
-                "software": self.local.software,
-                "uptime_s": round(time.time() - self.started_unix, 1),
-                "address": str(self.address),
-                "bus_port": self.endpoints.bus_port,
-                "connections": self.endpoints.connections,
-                "audit_failures": self.security.audit.failures,
-                "memory_bytes": self._cpu.memory_info().rss,
-                "memory_peak_bytes": peak_memory_bytes(),
-                "open_lane_threads": len(self.bulk),
-                "pooled_buffer_bytes": self.bulk.pool.idle_bytes,
-                "lanes_opened": self.bulk.opened,
-                **self.peers.traffic(),
-                "fleet_exchanges": self.membership.exchanges,
-                "sealing": "aes-256-gcm" if self.has_aes else "secretbox",
-                **self.dispatcher.figures(),
-            },
-            "cache": vars_of(self.store.stats()),
-            "prefill": self.counters.snapshot(),
-            "refusals": dict(self.security.refusals),
-        }
-        if self.facts is not None:
-            sections["compatibility"] = {**vars_of(self.facts.compatibility), TENANT_KEY_ID: self.tenant_key_id}
-        for section in self.sections:
-            name, figures = section()
-            sections[name] = figures
-        return Status(
-            node_id=self.local.node_id,
-            roles=self.local.roles,
-            sections=sections,
-            peers=tuple(self.membership.rows()),
-            recent=tuple(self.notes),
-        )
+        return self._status.tell()
 
     # --- membership ----------------------------------------------------------------------------------------------------
 
@@ -485,54 +383,7 @@ class Node:
         """What this node is, holds and can do right now."""
         if self.facts is not None:
             self.security.entitlement.access.learn_tuple(asdict(self.facts.compatibility))
-        stats = self.store.stats()
-        settings = self.settings
-        facts = self.facts
-        models: tuple[ModelOffering, ...] = ()
-        if facts is not None:
-            compatibility = facts.compatibility
-            models = (
-                ModelOffering(
-                    model_id=compatibility.model_id,
-                    role=settings.role,
-                    quantization=compatibility.quantization[:NAME_CHARACTERS_MAX],
-                    tokens_per_second=0.0,
-                    fingerprint=compatibility.fingerprint(),
-                    tenant=compatibility.tenant_namespace[:NAME_CHARACTERS_MAX],
-                    compatibility=asdict(compatibility),
-                ),
-            )
-        usage = sorted(self.store.usage_by_fingerprint().items(), key=lambda entry: -entry[1])[:HELD_NAMESPACES_MAX]
-        # Whoever looks for KV goes past a node that says it holds none.
-        draining = self.admission.draining
-        return Card(
-            node_id=self.local.node_id,
-            identity_public_key=self._keys.identity.public_key,
-            incarnation=self.local.incarnation,
-            sequence=sequence,
-            roles=self.local.roles,
-            software=self.local.software,
-            platform=f"{platform.system()} {platform.machine()}",
-            memory_bytes=psutil.virtual_memory().total,
-            endpoints=self.endpoints.card_endpoints(self._announced()),
-            bus_port=self.endpoints.bus_port,
-            models=models,
-            cache=CacheOffering(
-                bytes_used=stats.bytes_used,
-                bytes_free=max(0, stats.max_bytes - stats.bytes_used),
-                entry_count=0 if draining else stats.entry_count,
-                epoch=stats.cache_epoch,
-                load=0.0,
-                evictions=stats.evictions,
-                bytes_evicted=stats.bytes_evicted,
-                put_failures=stats.put_failures,
-                tokens_served=stats.tokens_served,
-                held=tuple(HeldNamespace(fingerprint=name, bytes_used=size) for name, size in usage if not draining),
-            ),
-            worker=self.worker_offering() if self.worker_offering is not None else None,
-            announced_at_unix=time.time(),
-            ttl_ms=int(settings.ttl_seconds * 1000),
-        )
+        return card_of(self, sequence)
 
     def _noticed(self, kind: SecurityKind, text: str, node_id: str) -> None:
         """What the membership tells: refused cards are refusals like others, and the keys of new nodes are kept."""
@@ -558,8 +409,3 @@ class Node:
     def _bus_message(self, message: BusMessage) -> None:
         if message.topic is Topic.CARD:
             self.membership.card_arrived(message.payload)
-
-
-def vars_of(value: object) -> dict[str, Value]:
-    """The fields of a frozen dataclass of plain figures."""
-    return {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]

@@ -9,7 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from daemons.engine_host import make_runner
-from daemons.node import Node, load_keys
+from daemons.node import Node
+from daemons.node_keys import load_keys
 from daemons.supervision import Supervisor
 from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.codecs.probe import CodecProbe, value_bytes_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemons.fleet import live_members
-from daemons.node import node_folder
+from daemons.node_keys import node_folder
 from kakeya_zmq.client import Client
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.known_nodes import load_known_nodes

@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 
 from daemons.engine_host import make_runner
-from daemons.node import Node, load_keys
+from daemons.node import Node
+from daemons.node_keys import load_keys
 from daemons.supervision import Supervisor
 from kakeya_zmq.compat import TENANT_KEY_ID, tenant_key_id
 from kakeya_zmq.config import Settings

@@ -105,11 +105,18 @@ class Page {
     this.live.open(this.view.topics);
     this.view.entered?.();
     this.#draw();
-    document.querySelector("#tabs [aria-current]").scrollIntoView({ inline: "center", block: "nearest" });
+    this.#centreTab();
     if (byUser) {
       this.#focusHeading();
       scrollTo(0, 0);
     }
+  }
+
+  /** Scrolls the tabs only: scrollIntoView would also make the next Tab key go on from there in newer browsers. */
+  #centreTab() {
+    const tabs = document.querySelector("#tabs");
+    const [row, tab] = [tabs, tabs.querySelector("[aria-current]")].map((each) => each.getBoundingClientRect());
+    tabs.scrollLeft += tab.left + tab.width / 2 - (row.left + row.width / 2);
   }
 
   #focusHeading() {

@@ -11,6 +11,7 @@ from kakeya_zmq.protocol.estimates import LinkShare
 from kakeya_zmq.protocol.hedge import Watch
 from kakeya_zmq.protocol.prepare_values import PeerView
 from wire.codec import unpack_bitmap
+from wire.errors import FailureCode
 from wire.messages import Cut, LinkCodec, LookupReply, PartKind, PartRef, Tail
 
 NO_LEASE = bytes(16)
@@ -112,3 +113,8 @@ class Peer:
 def link_order(view: PeerView) -> tuple[float, float, str]:
     """Sort key: the fastest measured link first, unmeasured ones last, then the shorter round trip."""
     return (-(view.megabytes_per_second or 0.0), view.round_trip_ms, view.node_id)
+
+
+def words(code: FailureCode) -> str:
+    """A peer's answer as it is told to the user."""
+    return code.name.lower().replace("_", " ")

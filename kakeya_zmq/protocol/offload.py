@@ -24,104 +24,48 @@ it comes before the preparation ends, it tells the worker's speed.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kakeya_zmq.backoff import Trouble
-from kakeya_zmq.blocks import checkpoint_parts, needed_parts
-from kakeya_zmq.planner import (
-    LINK_MEGABITS_PER_SECOND_DEFAULT,
-    SEGMENT_TOKENS_DEFAULT,
-    MeasuredRates,
-    checkpoint_spacing,
-    decide_link_codec,
-)
+from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.effects import (
     NO_CONNECTION,
     UNREACHED_PORT,
-    Ask,
     AskFailed,
     AskId,
     AskProgressed,
     AskReplied,
     CancelAsk,
-    CloseLane,
     ConnectReceiver,
     Count,
     CreditEarned,
     Effect,
     HostEvent,
     LaneFinished,
-    LaneId,
     PartsReceived,
     Refuse,
     SendUpdate,
 )
 from kakeya_zmq.protocol.estimates import Estimates
-from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, OBSERVE_MIN_S, Watch, is_too_slow, switch_decision
+from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, is_too_slow, switch_decision
 from kakeya_zmq.protocol.holdings import Holdings, Reach
-from kakeya_zmq.protocol.offload_seal import COULD_NOT_OPEN, PROVE_WITHIN_S, UNANSWERED, WITHOUT_PROOF, SealedJob, seal_job
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress, WorkerView
+from kakeya_zmq.protocol.offload_attempt import Attempt, Attempts
+from kakeya_zmq.protocol.offload_seal import COULD_NOT_OPEN, UNANSWERED, WITHOUT_PROOF
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
 from kakeya_zmq.protocol.routes import RouteChoice, choose_route
 from wire.errors import FailureCode
 from wire.ids import NodeId
-from wire.messages import (
-    Credit,
-    JobAccepted,
-    JobProgress,
-    JobResult,
-    LinkCodec,
-    PartRef,
-    SourceKind,
-    SubmitJob,
-    TransferDone,
-    TransferGrant,
-)
+from wire.messages import Credit, JobAccepted, JobProgress, JobResult, SourceKind, TransferDone, TransferGrant
 from wire.text import clean
 
 WHY_CHARACTERS_MAX = 120
 """Of what a worker says was exhausted."""
-SEGMENT_TOKENS = SEGMENT_TOKENS_DEFAULT
-"""Tokens a worker computes between two signs of life; its grid is its own, this is the default."""
 
 
 class OffloadPhase(enum.Enum):
     IDLE = enum.auto()
     RUNNING = enum.auto()
     FINISHED = enum.auto()
-
-
-@dataclass(slots=True)
-class _Attempt:
-    ask: AskId
-    node_id: NodeId
-    wanted: tuple[PartRef, ...]
-    checkpoint_tokens: int
-    """How far the checkpoints lie apart that it sends on its way; 0: it sends none."""
-    checkpoints: tuple[PartRef, ...]
-    """What they are made of; may come or not."""
-    base: int
-    """Tokens that are at hand without it."""
-    job: SealedJob
-    started: float
-    patience_s: float
-    stall_deadline: float
-    computing: Watch
-    """Counts tokens, behind ``computed_from``."""
-    computed_from: int
-    """Where the worker's own store is taken to end."""
-    sending: Watch
-    """Counts bytes; of nothing where they do not come evenly."""
-    check_at: float
-    lane: LaneId | None = None
-    ask_open: bool = True
-
-    def remaining_s(self, now: float) -> float:
-        """Projected time until everything has come."""
-        if self.sending.done <= 0:
-            return self.computing.remaining_s(now)
-        return max(self.computing.remaining_s(now), self.sending.remaining_s(now))
 
 
 class Offload:
@@ -148,13 +92,13 @@ class Offload:
         self._holdings = holdings
         self._ids = ids
         self._rates = rates
-        self._random_bytes = random_bytes
         self._estimates = Estimates(task, rates, holdings.held_by)
+        self._attempts = Attempts(task, holdings, ids, rates, self._estimates, random_bytes)
         self._tried: set[NodeId] = set()
         self._left: set[NodeId] = set()
         """Those of the tried that did not fail, but were too slow."""
         self._tried_again: set[NodeId] = set()
-        self._attempt: _Attempt | None = None
+        self._attempt: Attempt | None = None
         self._closing: dict[AskId, NodeId] = {}
         self._stage_deadline = 0.0
         self.phase = OffloadPhase.IDLE
@@ -262,142 +206,78 @@ class Offload:
             return []
         self._tried.add(node_id)
         self._holdings.hold(Reach(base, task.chain), now)
-        starts = {block.block_hash: block.start for block in task.chain.blocks}
-        # A part beyond the base that happens to be at hand stays in the list: the worker will send it, not knowing of it.
-        wanted = tuple(
-            ref for ref in needed_parts(task.chain, task.target, task.facts.requirement) if starts[ref.block_hash] >= base
-        )
-        self._attempt = self._new_attempt(node_id, wanted, base, now)
+        attempt = self._attempt = self._attempts.begin(node_id, base, now)
         self._report(base, task.target)
-        return [Count("remote_jobs"), self._submission(self._attempt, base, now)]
-
-    def _new_attempt(self, node_id: NodeId, wanted: tuple[PartRef, ...], base: int, now: float) -> _Attempt:
-        task = self._task
-        worker = next(worker for worker in task.workers if worker.node_id == node_id)
-        patience_s, expected_s = self._patience_s(node_id), self._estimates.job_ms(worker, base) / 1000.0
-        work_s = self._estimates.job_ms(worker, base, queued=False) / 1000.0
-        # Without full attention most parts come at the very end.
-        even_bytes = self._estimates.job_bytes(base) if task.facts.requirement.full else 0
-        every = self._checkpoint_tokens(worker, base)
-        return _Attempt(
-            ask=self._ids.ask(),
-            node_id=node_id,
-            wanted=wanted,
-            checkpoint_tokens=every,
-            checkpoints=checkpoint_parts(task.chain, every, base, task.facts.requirement),
-            base=base,
-            job=seal_job(task, worker, self._random_bytes),
-            started=now,
-            patience_s=patience_s,
-            stall_deadline=now + min(patience_s, PROVE_WITHIN_S),
-            computing=Watch(now, expected_s, self._estimates.job_tokens(node_id), work_s),
-            computed_from=task.target - self._estimates.job_tokens(node_id),
-            sending=Watch(now, expected_s, even_bytes, work_s),
-            check_at=now + OBSERVE_MIN_S,
-        )
-
-    def _checkpoint_tokens(self, worker: WorkerView, base: int) -> int:
-        """How far the checkpoints of a job are to lie apart; 0: none are worth it, or there is no room for them."""
-        task = self._task
-        requirement, (_, window_bytes, state_bytes) = task.facts.requirement, task.facts.part_bytes_per_token
-        checkpoint_bytes = window_bytes * requirement.window_tokens + (state_bytes if requirement.state else 0)
-        if checkpoint_bytes <= 0:
-            return 0
-        every = checkpoint_spacing(
-            checkpoint_bytes,
-            requirement.window_tokens,
-            math.lcm(SEGMENT_TOKENS, requirement.block_tokens),
-            self._rates.worker_tokens_per_second(worker.node_id, worker.prefill_tokens_per_second),
-            worker.megabytes_per_second or LINK_MEGABITS_PER_SECOND_DEFAULT / 8,
-        )
-        count = (task.target - 1) // every - base // every
-        moved_bytes = self._holdings.received_bytes + self._estimates.job_bytes(base) + count * checkpoint_bytes
-        return every if count > 0 and moved_bytes <= self._settings.max_import_bytes else 0
-
-    def _submission(self, attempt: _Attempt, base: int, now: float) -> Ask:
-        task, settings = self._task, self._settings
-        size_bytes = self._estimates.job_bytes(base)
-        link = decide_link_codec(
-            settings.link_compression, attempt.node_id, size_bytes, self._rates, frame_bytes=settings.chunk_bytes
-        )
-        if link.codec is not LinkCodec.NONE:
-            self._holdings.reason(link.describe())
-        body = SubmitJob(
-            job_id=attempt.job.job_id,
-            fingerprint=task.fingerprint,
-            prompt=attempt.job.prompt,
-            have_tokens=base,
-            suites=settings.suites,
-            chunk_bytes_max=settings.chunk_bytes,
-            credit_bytes=settings.credit_bytes,
-            link_codec=link.codec,
-            value_bytes=settings.value_bytes,
-            checkpoint_tokens=attempt.checkpoint_tokens,
-        )
-        return Ask(attempt.ask, attempt.node_id, body, max(0.001, self._stage_deadline - now))
-
-    def _patience_s(self, node_id: NodeId) -> float:
-        declared = next(w.prefill_tokens_per_second for w in self._task.workers if w.node_id == node_id)
-        speed = self._rates.worker_tokens_per_second(node_id, declared)
-        return self._settings.worker_stall_timeout_s + 2 * SEGMENT_TOKENS / speed
+        submission = self._attempts.submission(attempt, max(0.001, self._stage_deadline - now))
+        return [Count("remote_jobs"), submission]
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
-    def _ask_event(self, attempt: _Attempt, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
+    def _ask_event(self, attempt: Attempt, event: AskReplied | AskProgressed | AskFailed, now: float) -> list[Effect]:
         attempt.stall_deadline = now + attempt.patience_s
         match event:
-            case AskProgressed(body=body) if not attempt.job.vouched(body):
-                return self._impostor(attempt, WITHOUT_PROOF, now)
-            case AskProgressed(body=JobAccepted(eta_ms=eta_ms)):
-                attempt.stall_deadline += eta_ms / 1000.0
-                # The worker knows its queue better than its card did.
-                attempt.computing.expected_s = eta_ms / 1000.0 + attempt.computing.work_s
-            case AskProgressed(body=JobProgress(tokens_done=done, tokens_total=total)):
-                attempt.computing.advance_to(min(done, total) - attempt.computed_from, now)
-                self._report(done, total)
-            case AskProgressed(body=TransferGrant() as grant) if attempt.lane is None:
-                attempt.lane = self._ids.lane()
-                attempt.computing.begin(now)
-                attempt.sending.begin(now)
-                expected = self._holdings.expected(attempt.wanted)
-                expected += self._holdings.expected(attempt.checkpoints, optional=True)
-                left_bytes = self._settings.max_import_bytes - self._holdings.received_bytes
-                budget_bytes = max(1, min(left_bytes, sum(part.bytes_max for part in expected)))
-                # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.
-                idle_s = self._settings.worker_timeout_s
-                return [ConnectReceiver(attempt.lane, attempt.node_id, grant, expected, budget_bytes, idle_s)]
-            case AskProgressed():
-                pass
+            case AskProgressed(body=body):
+                return self._progressed(attempt, body, now)
             case AskReplied(body=result):
                 attempt.ask_open = False
                 if attempt.job.proven:
                     self._learn(attempt.node_id, result)
-                if attempt.lane is None:
-                    return self._fail("ended the job without sending", now)
-            case AskFailed(code=FailureCode.DATA_LOSS):
+                return self._fail("ended the job without sending", now) if attempt.lane is None else []
+            case AskFailed():
                 attempt.ask_open = False
+                return self._refused(attempt, event, now)
+
+    def _progressed(self, attempt: Attempt, body: object, now: float) -> list[Effect]:
+        if not attempt.job.vouched(body):
+            return self._impostor(attempt, WITHOUT_PROOF, now)
+        match body:
+            case JobAccepted(eta_ms=eta_ms):
+                attempt.stall_deadline += eta_ms / 1000.0
+                # The worker knows its queue better than its card did.
+                attempt.computing.expected_s = eta_ms / 1000.0 + attempt.computing.work_s
+            case JobProgress(tokens_done=done, tokens_total=total):
+                attempt.computing.advance_to(min(done, total) - attempt.computed_from, now)
+                self._report(done, total)
+            case TransferGrant() if attempt.lane is None:
+                return self._open_lane(attempt, body, now)
+            case _:
+                pass
+        return []
+
+    def _open_lane(self, attempt: Attempt, grant: TransferGrant, now: float) -> list[Effect]:
+        attempt.lane = self._ids.lane()
+        attempt.computing.begin(now)
+        attempt.sending.begin(now)
+        expected = self._holdings.expected(attempt.wanted)
+        expected += self._holdings.expected(attempt.checkpoints, optional=True)
+        left_bytes = self._settings.max_import_bytes - self._holdings.received_bytes
+        budget_bytes = max(1, min(left_bytes, sum(part.bytes_max for part in expected)))
+        # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.
+        idle_s = self._settings.worker_timeout_s
+        return [ConnectReceiver(attempt.lane, attempt.node_id, grant, expected, budget_bytes, idle_s)]
+
+    def _refused(self, attempt: Attempt, failure: AskFailed, now: float) -> list[Effect]:
+        """The worker has ended the job with a failure."""
+        match failure.code:
+            case FailureCode.DATA_LOSS:
                 what = "cannot store the KV of this model or prompt with its codec"
                 self._rates.backoff.failed(attempt.node_id, Trouble.JOB, f"it {what}", now)
                 return self._fail(what, now)
-            case AskFailed(code=FailureCode.UNAUTHENTICATED):
-                attempt.ask_open = False
+            case FailureCode.UNAUTHENTICATED:
                 return self._impostor(attempt, COULD_NOT_OPEN, now)
-            case AskFailed(code=FailureCode.RESOURCE_EXHAUSTED, message=message):
-                attempt.ask_open = False
+            case FailureCode.RESOURCE_EXHAUSTED:
                 # Of what: its queue, its memory, its store, or the rate it allows; each is mended elsewhere.
-                return self._fail(f"job failed (resource exhausted): {clean(message, WHY_CHARACTERS_MAX)}", now)
-            case AskFailed(code=code):
-                attempt.ask_open = False
+                return self._fail(f"job failed (resource exhausted): {clean(failure.message, WHY_CHARACTERS_MAX)}", now)
+            case code:
                 return self._fail(f"job failed ({code.name.lower().replace('_', ' ')})", now)
-        return []
 
-    def _impostor(self, attempt: _Attempt, reason: str, now: float) -> list[Effect]:
+    def _impostor(self, attempt: Attempt, reason: str, now: float) -> list[Effect]:
         """It offers work for the tenant and does not have its key."""
         self._rates.backoff.failed(attempt.node_id, Trouble.JOB, "it did not prove that it has this tenant's key", now)
         failed = self._fail("did not prove that it has this tenant's key", now)
         return [Refuse(attempt.node_id, reason), *failed]
 
-    def _lane_event(self, attempt: _Attempt, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
+    def _lane_event(self, attempt: Attempt, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
         attempt.stall_deadline = now + attempt.patience_s
         match event:
             case PartsReceived(parts=parts):
@@ -417,7 +297,7 @@ class Offload:
                 attempt.lane = None
                 return self._fail(f"broke off the transfer: {reason}", now)
 
-    def _complete(self, attempt: _Attempt, now: float) -> list[Effect]:
+    def _complete(self, attempt: Attempt, now: float) -> list[Effect]:
         attempt.lane = None
         self._rates.backoff.succeeded(attempt.node_id, Trouble.JOB)
         if self._holdings.missing(Reach(self._task.target, self._task.chain)):
@@ -453,7 +333,7 @@ class Offload:
             self._tried_again |= self._left
             self._left.clear()
 
-    def _check(self, attempt: _Attempt, now: float) -> list[Effect]:
+    def _check(self, attempt: Attempt, now: float) -> list[Effect]:
         """Leave the worker when the best way without it would have won."""
         remaining_s = attempt.remaining_s(now)
         best = self._choice(explore=False).chosen
@@ -474,14 +354,7 @@ class Offload:
 
     def _drop_attempt(self, reason: str) -> list[Effect]:
         attempt, self._attempt = self._attempt, None
-        if attempt is None:
-            return []
-        effects: list[Effect] = []
-        if attempt.lane is not None:
-            effects.append(CloseLane(attempt.lane, ok=False, reason=reason))
-        if attempt.ask_open:
-            effects.append(CancelAsk(attempt.ask))
-        return effects
+        return [] if attempt is None else attempt.drop(reason)
 
     def _expire(self, now: float) -> list[Effect]:
         attempt = self._attempt

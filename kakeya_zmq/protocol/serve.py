@@ -31,15 +31,13 @@ A lane may finish before all its events were read by us only in that order: even
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, assert_never
 
 from msgspec.structs import replace
 
-from kakeya_zmq.blocks import Part
 from kakeya_zmq.protocol.effects import (
     AddCredit,
-    BindReceiver,
     BindSender,
     CloseLane,
     Count,
@@ -61,33 +59,21 @@ from kakeya_zmq.protocol.effects import (
 )
 from kakeya_zmq.protocol.serve_lookup import NO_LEASE, answer_lookup
 from kakeya_zmq.protocol.serve_promises import Promises
-from kakeya_zmq.protocol.serve_values import (
-    Incoming,
-    Outgoing,
-    Transfer,
-    TransferPhase,
-    clip,
-    fitting_prefix,
-    offer_problem,
-    publish_result,
-    renew_at,
-)
-from kakeya_zmq.store import BlockStore, LeaseError, LeaseInfo, PutOutcome
+from kakeya_zmq.protocol.serve_publish import Publishing
+from kakeya_zmq.protocol.serve_transfers import Transfers
+from kakeya_zmq.protocol.serve_values import Incoming, Outgoing, Transfer, TransferPhase, clip, refuse, renew_at
+from kakeya_zmq.store import BlockStore, LeaseError, LeaseInfo
 from wire import limits
 from wire.bulk import choose_suite
-from wire.codec import pack_bitmap
-from wire.errors import CapacityError, FailureCode, InvalidInput, RemoteProtocolError
+from wire.errors import FailureCode, RemoteProtocolError
 from wire.ids import LeaseId, NodeId
 from wire.limits import HASH_BYTES
 from wire.messages import (
     CipherSuite,
     Credit,
-    Cut,
     Done,
     Fetch,
     Lookup,
-    PartMeta,
-    PartRef,
     PublishGrant,
     PublishOffer,
     ReleaseLease,
@@ -135,17 +121,13 @@ class CacheService:
         self._store = store
         self._new_lane = lanes
         self._has_aes = has_aes
-        self._part_bytes_max = part_bytes_max
         self._idle_s = fetch_idle_s
-        self._lanes_max = lanes_max
-        self._lanes_per_node_max = lanes_per_node_max
         self._lease_ms_max = lease_ms_max
         self._accepts = accepts
         self._hides = hides
         self._promises = Promises(store.bound_bytes, fetch_idle_s)
-        self._transfers: dict[LaneId, Transfer] = {}
-        self._open: dict[RequestKey, LaneId] = {}
-        """Requests that have not ended; exactly the transfers that are not CLOSING."""
+        self._transfers = Transfers(store, lanes_max=lanes_max, lanes_per_node_max=lanes_per_node_max)
+        self._publishing = Publishing(store, self._transfers, self._promises, lanes=lanes, part_bytes_max=part_bytes_max)
 
     # --- interface -------------------------------------------------------------------------------------------------
 
@@ -156,11 +138,11 @@ class CacheService:
 
     def owns_request(self, key: RequestKey) -> bool:
         """Whether updates and a cancel for this request belong here."""
-        return key in self._open
+        return self._transfers.lane_of(key) is not None
 
     def owns_lane(self, lane: LaneId) -> bool:
         """Whether events of this lane belong here."""
-        return lane in self._transfers
+        return self._transfers.find(lane) is not None
 
     @property
     def lane_count(self) -> int:
@@ -170,11 +152,10 @@ class CacheService:
     def deadline(self) -> float | None:
         """When to send a Tick, seconds on the clock of ``now``."""
         times = [time for time in (self._store.next_expiry(),) if time is not None]
-        for transfer in self._transfers.values():
-            if transfer.phase is not TransferPhase.CLOSING:
-                times.append(transfer.idle_at)
-                if isinstance(transfer, Outgoing) and transfer.lease_id is not None:
-                    times.append(transfer.renew_at)
+        for _, transfer in self._transfers.under_way():
+            times.append(transfer.idle_at)
+            if isinstance(transfer, Outgoing) and transfer.lease_id is not None:
+                times.append(transfer.renew_at)
         return min(times, default=None)
 
     def on(self, event: HostEvent, now: float) -> list[Effect]:
@@ -186,9 +167,9 @@ class CacheService:
             case UpdateArrived(key=key, body=body):
                 effects += self._on_update(key, body, now)
             case RequestCancelled(key=key, reason=reason):
-                lane = self._open.get(key)
+                lane = self._transfers.lane_of(key)
                 if lane is not None:
-                    self._end(lane)
+                    self._transfers.end(lane)
                     effects += [Count("cache_cancelled"), CloseLane(lane, False, clip(reason))]
             case LaneOpened() | PartsReceived() | CreditEarned() | LaneFinished():
                 effects += self._on_lane(event, now)
@@ -200,7 +181,7 @@ class CacheService:
 
     def _on_request(self, event: RequestArrived, now: float) -> list[Effect]:
         key, body = event.key, event.body
-        if key in self._open:
+        if self._transfers.lane_of(key) is not None:
             return [Count("cache_repeated_requests")]  # the server shell's numbering forbids it; never answer twice
         match body:
             case Lookup():
@@ -224,7 +205,7 @@ class CacheService:
         try:
             answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max, owner=event.node_id)
         except RemoteProtocolError as error:  # the peer's bytes, not our fault
-            return self._refuse(key, error.code, error.message)
+            return refuse(key, error.code, error.message)
         counts: list[Effect] = [Count("cache_lookups")]
         if answer.hit:
             counts.append(Count("cache_lookup_hits"))
@@ -234,21 +215,20 @@ class CacheService:
 
     def _fetch(self, event: RequestArrived, body: Fetch, now: float) -> list[Effect]:
         key, lease_id = event.key, LeaseId(body.lease_id)
-        if (refusal := self._lane_refusal(event.node_id)) is not None:
-            return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
+        if (refusal := self._transfers.refusal(event.node_id)) is not None:
+            return refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         suite = self._suite(body.suites)
         if suite is None or len(set(body.parts)) != len(body.parts):
-            return self._refuse(key, FailureCode.INVALID_ARGUMENT, "no usable cipher suite, or a part named twice")
+            return refuse(key, FailureCode.INVALID_ARGUMENT, "no usable cipher suite, or a part named twice")
         if self._lease_of(event.node_id, lease_id, now) is None:
-            return self._refuse(key, FailureCode.NOT_FOUND, UNKNOWN_LEASE)
+            return refuse(key, FailureCode.NOT_FOUND, UNKNOWN_LEASE)
         try:
             parts = self._store.leased_parts(lease_id, body.parts, now)
             info = self._store.renew(lease_id, now, limits.LEASE_MS_DEFAULT)
         except LeaseError as error:  # the asker came too late or asks for what it has not leased
-            return self._refuse(key, error.code, error.message)
+            return refuse(key, error.code, error.message)
         lane = self._new_lane()
-        self._open[key] = lane
-        self._transfers[lane] = Outgoing(
+        transfer = Outgoing(
             key=key,
             node_id=event.node_id,
             phase=TransferPhase.OPENING,
@@ -258,6 +238,7 @@ class CacheService:
             lease_generation=info.generation,
             renew_at=renew_at(now),
         )
+        self._transfers.begin(lane, transfer)
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         credit_bytes = min(body.credit_bytes, limits.TRANSFER_BYTES_MAX)
         bind = BindSender(lane, suite, chunk_bytes, credit_bytes, body.link_codec, body.value_bytes)
@@ -274,89 +255,18 @@ class CacheService:
     def _publish(self, event: RequestArrived, body: PublishOffer, now: float) -> list[Effect]:
         key = event.key
         if not self._accepts(body.fingerprint) or self._hides(event.node_id, body.fingerprint):
-            return self._refuse(key, FailureCode.PERMISSION_DENIED, "this node does not store that namespace")
-        suite = self._suite(body.suites)
-        problem = "no usable cipher suite" if suite is None else offer_problem(body, self._store, self._part_bytes_max)
-        if suite is None or problem:
-            return self._refuse(key, FailureCode.INVALID_ARGUMENT, problem)
-        held: list[PartRef] = []
-        lacking: list[PartMeta] = []
-        has = self._store.presence(body.fingerprint)
-        for meta in body.parts:
-            if has(ref := meta.ref) or self._store.is_cut(meta, fingerprint=body.fingerprint):
-                held.append(ref)
-            else:
-                lacking.append(meta)
-        self._store.touch(held, now, fingerprint=body.fingerprint)
-        counts: list[Effect] = [Count("cache_publishes")]
-        if not lacking:
-            self._cut(body.fingerprint, body.cuts)
-            return [*counts, SendReply(key, publish_result(0, len(held), 0, ""))]
-        if (refusal := self._lane_refusal(event.node_id)) is not None:
-            return self._refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
-        lane = self._new_lane()
-        held_lease_id = self._hold(held, body.fingerprint, now)
-        promised = self._promises.counted(self._offers(), event.node_id)
-        room_bytes = self._store.room_bytes(body.fingerprint, publisher=event.node_id, promised=promised)
-        wanted = fitting_prefix(lacking, room_bytes)
-        refused = len(lacking) - len(wanted)
-        if refused:
-            counts.append(Count("cache_refused_parts", refused))
-        reason = "the store has no room for all of them" if refused else ""
-        if not wanted:
-            self._release(held_lease_id)
-            return [*counts, SendReply(key, publish_result(0, len(held), refused, reason))]
-        outstanding = {meta.ref: meta for meta in wanted}
-        self._open[key] = lane
-        self._transfers[lane] = Incoming(
-            key=key,
-            node_id=event.node_id,
-            phase=TransferPhase.OPENING,
-            idle_at=now + self._promises.patience(event.node_id, now),
-            fingerprint=body.fingerprint,
-            wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
-            outstanding=outstanding,
-            held_lease_id=held_lease_id,
-            cuts=body.cuts,
-            stored=0,
-            already_held=len(held),
-            refused=refused,
-            reason=reason,
-        )
-        expected = tuple(meta for meta in body.parts if meta.ref in outstanding)
-        chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
-        return [*counts, BindReceiver(lane, suite, chunk_bytes, expected, body.link_codec)]
-
-    def _cut(self, fingerprint: bytes, cuts: Sequence[Cut]) -> None:
-        """Drop tails that are beginnings of what is held now."""
-        for cut in cuts:
-            self._store.cut(cut, fingerprint=fingerprint)
-
-    def _offers(self) -> Iterator[Incoming]:
-        """Publishes under way."""
-        for transfer in self._transfers.values():
-            if isinstance(transfer, Incoming) and transfer.phase is not TransferPhase.CLOSING:
-                yield transfer
+            return refuse(key, FailureCode.PERMISSION_DENIED, "this node does not store that namespace")
+        return self._publishing.answer(event, body, self._suite(body.suites), now)
 
     def _suite(self, offered: Sequence[CipherSuite]) -> CipherSuite | None:
         usable = [suite for suite in offered if self._has_aes or suite != CipherSuite.AES_256_GCM]
         return choose_suite(usable, has_aes=self._has_aes) if usable else None
 
-    def _lane_refusal(self, node_id: NodeId) -> str | None:
-        if len(self._transfers) >= self._lanes_max:
-            return f"all {self._lanes_max} transfers of this node are in use"
-        if sum(transfer.node_id == node_id for transfer in self._transfers.values()) >= self._lanes_per_node_max:
-            return f"all {self._lanes_per_node_max} transfers allowed for one peer are in use"
-        return None
-
-    def _refuse(self, key: RequestKey, code: FailureCode, message: str) -> list[Effect]:
-        return [Count("cache_refusals"), SendFailure(key, code, clip(message))]
-
     # --- updates and lane events -----------------------------------------------------------------------------------
 
     def _on_update(self, key: RequestKey, body: Credit | TransferDone, now: float) -> list[Effect]:
-        lane = self._open.get(key)
-        transfer = self._transfers[lane] if lane is not None else None
+        lane = self._transfers.lane_of(key)
+        transfer = self._transfers.find(lane) if lane is not None else None
         if lane is None or not isinstance(transfer, Outgoing):
             return []  # late, or an update that makes no sense for a publish
         transfer.idle_at = now + self._idle_s
@@ -364,11 +274,11 @@ class CacheService:
             case Credit(credit_bytes=credit_bytes):
                 return [AddCredit(lane, credit_bytes)] if transfer.phase is TransferPhase.RUNNING else []
             case TransferDone(complete=True) if transfer.phase is TransferPhase.OPENING:
-                self._end(lane)
+                self._transfers.end(lane)
                 failure = SendFailure(key, FailureCode.INVALID_ARGUMENT, "done before anything was sent")
                 return [Count("cache_refusals"), CloseLane(lane, False, failure.message), failure]
             case TransferDone(complete=complete):
-                self._end(lane)
+                self._transfers.end(lane)
                 reason = "done" if complete else "the asker gave up"
                 return [CloseLane(lane, complete, reason), *self._fetch_reply(transfer, complete=complete)]
             case _:
@@ -376,15 +286,15 @@ class CacheService:
 
     def _on_lane(self, event: LaneOpened | PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
         lane = event.lane
-        transfer = self._transfers.get(lane)
+        transfer = self._transfers.find(lane)
         if transfer is None:
             return []
         if isinstance(event, LaneFinished):
             ended = transfer.phase is TransferPhase.CLOSING
             opened = transfer.phase is TransferPhase.RUNNING
             if not ended:
-                self._end(lane)
-            del self._transfers[lane]
+                self._transfers.end(lane)
+            self._transfers.forget(lane)
             if isinstance(transfer, Incoming) and opened and not ended:
                 self._promises.broken(transfer, now)
             return [] if ended else self._finish(transfer, event, opened=opened)
@@ -403,36 +313,9 @@ class CacheService:
             case CreditEarned(credit_bytes=credit_bytes), Incoming(phase=TransferPhase.RUNNING):
                 return [SendProgress(transfer.key, Credit(credit_bytes=credit_bytes))]
             case PartsReceived(parts=parts), Incoming(phase=TransferPhase.RUNNING):
-                return self._store_parts(lane, transfer, parts, now)
+                return self._publishing.store_parts(lane, transfer, parts, now)
             case _:
                 return []
-
-    def _store_parts(self, lane: LaneId, transfer: Incoming, parts: Sequence[Part], now: float) -> list[Effect]:
-        stored = refused = 0
-        for part in parts:
-            expected = transfer.outstanding.get(part.meta.ref)
-            if expected != part.meta:
-                continue  # the lane hands over only what it was told to expect; repeats are harmless
-            del transfer.outstanding[part.meta.ref]
-            transfer.received_bytes += part.meta.length_bytes
-            self._promises.came(transfer.node_id, part.meta.length_bytes, now)
-            try:
-                outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now, publisher=transfer.node_id)
-            except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
-                refused += 1
-                transfer.reason = clip(error.message)
-                continue
-            if outcome is PutOutcome.STORED:
-                stored += 1
-            else:
-                transfer.already_held += 1
-        transfer.stored += stored
-        transfer.refused += refused
-        effects = [Count(name, n) for name, n in (("cache_published_parts", stored), ("cache_refused_parts", refused)) if n]
-        if transfer.outstanding:
-            return [*effects]
-        self._end(lane)
-        return [*effects, CloseLane(lane, True, "done"), self._publish_reply(transfer)]
 
     def _finish(self, transfer: Transfer, event: LaneFinished, *, opened: bool) -> list[Effect]:
         """The lane ended by itself and the request is still open."""
@@ -442,7 +325,7 @@ class CacheService:
             case Incoming() if opened:
                 transfer.refused += len(transfer.outstanding)
                 transfer.reason = clip(event.reason)
-                return [Count("cache_broken_transfers"), self._publish_reply(transfer)]
+                return [Count("cache_broken_transfers"), self._publishing.reply(transfer)]
             case Outgoing() | Incoming():
                 reason = clip(event.reason) or "the transfer ended early"
                 return [Count("cache_broken_transfers"), SendFailure(transfer.key, FailureCode.UNAVAILABLE, reason)]
@@ -455,21 +338,14 @@ class CacheService:
         count = Count("cache_fetched_bytes", sent_bytes) if complete else Count("cache_broken_transfers")
         return [count, SendReply(transfer.key, TransferResult(sent_parts=parts, sent_bytes=sent_bytes))]
 
-    def _publish_reply(self, transfer: Incoming) -> SendReply:
-        self._cut(transfer.fingerprint, transfer.cuts)
-        result = publish_result(transfer.stored, transfer.already_held, transfer.refused, transfer.reason)
-        return SendReply(transfer.key, result)
-
     # --- time and clean-up -----------------------------------------------------------------------------------------
 
     def _pass_time(self, now: float) -> list[Effect]:
         """Renew the leases of running fetches, end what is idle, then let leases expire."""
         effects: list[Effect] = []
-        for lane, transfer in list(self._transfers.items()):
-            if transfer.phase is TransferPhase.CLOSING:
-                continue
+        for lane, transfer in list(self._transfers.under_way()):
             if now >= transfer.idle_at:
-                self._end(lane)
+                self._transfers.end(lane)
                 message = "nothing happened on the transfer for too long"
                 if isinstance(transfer, Incoming):
                     self._promises.broken(transfer, now)
@@ -492,30 +368,3 @@ class CacheService:
             )  # fmt: skip
         except LeaseError:  # released by the asker, who no longer minds; the sender holds the parts
             transfer.lease_id = None
-
-    def _hold(self, refs: Sequence[PartRef], fingerprint: bytes, now: float) -> LeaseId | None:
-        """Keep already held parts of an offer in the store until its request ends."""
-        if not refs:
-            return None
-        try:
-            longest_ms = 86_400_000  # the protocol's longest deadline; released with the request
-            return self._store.lease(refs, now, longest_ms, fingerprint=fingerprint).lease_id
-        except CapacityError:  # too many leases: the publish goes on, its prefix may be evicted
-            return None
-
-    def _release(self, lease_id: LeaseId | None) -> None:
-        if lease_id is not None:
-            self._store.release(lease_id)
-
-    def _end(self, lane: LaneId) -> None:
-        """The request has ended: give back what it held; the lane stays until it has finished."""
-        transfer = self._transfers[lane]
-        transfer.phase = TransferPhase.CLOSING
-        del self._open[transfer.key]
-        match transfer:
-            case Incoming():
-                self._release(transfer.held_lease_id)
-            case Outgoing():
-                transfer.lease_id = None
-            case _:
-                assert_never(transfer)

@@ -8,9 +8,10 @@ from enum import Enum
 from typing import TypeAlias
 
 from kakeya_zmq.blocks import Part
-from kakeya_zmq.protocol.effects import RequestKey
+from kakeya_zmq.protocol.effects import Count, Effect, RequestKey, SendFailure
 from kakeya_zmq.store import BlockStore
 from wire import limits
+from wire.errors import FailureCode
 from wire.ids import LeaseId, NodeId
 from wire.messages import Cut, PartMeta, PartRef, PublishOffer, PublishResult
 
@@ -106,6 +107,11 @@ def fitting_prefix(lacking: Sequence[PartMeta], room_bytes: int) -> tuple[PartMe
         room_bytes -= meta.length_bytes
         fitting.append(meta)
     return tuple(fitting)
+
+
+def refuse(key: RequestKey, code: FailureCode, message: str) -> list[Effect]:
+    """End a request that is not served."""
+    return [Count("cache_refusals"), SendFailure(key, code, clip(message))]
 
 
 def publish_result(stored: int, already_held: int, refused: int, reason: str) -> PublishResult:

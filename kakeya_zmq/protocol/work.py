@@ -28,26 +28,12 @@ session of the last one has been closed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import assert_never
 
-from kakeya_zmq.blocks import Part, bind_parts, needed_parts, raw_part
-from kakeya_zmq.coverage import best_boundary
-from kakeya_zmq.engine import (
-    KV_NOT_ENCODED,
-    CloseSession,
-    CommandFailed,
-    Event,
-    ImportPrefix,
-    ModelFacts,
-    OpenSession,
-    Prefill,
-    PrefixImported,
-    SegmentComputed,
-)
+from kakeya_zmq.blocks import bind_parts
+from kakeya_zmq.engine import KV_NOT_ENCODED, CommandFailed, Event, ModelFacts, PrefixImported, SegmentComputed
 from kakeya_zmq.protocol.effects import (
     AddCredit,
-    CancelCommand,
     CloseLane,
     CommandEnded,
     CommandEvent,
@@ -60,38 +46,24 @@ from kakeya_zmq.protocol.effects import (
     Refuse,
     RequestArrived,
     RequestCancelled,
-    RunCommand,
     SendFailure,
     SendProgress,
-    SendReply,
     Ticket,
     UpdateArrived,
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator
-from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US, JobDoor, Submission
+from kakeya_zmq.protocol.work_admission import JobAdmission
+from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US
+from kakeya_zmq.protocol.work_ending import JobEnding
+from kakeya_zmq.protocol.work_engine import JobEngine
 from kakeya_zmq.protocol.work_history import JobState, JobView
-from kakeya_zmq.protocol.work_job import (
-    Job,
-    JobPhase,
-    WorkSettings,
-    check_submission,
-    make_job,
-    parts_bytes,
-)
+from kakeya_zmq.protocol.work_job import Job, JobPhase, WorkSettings
 from kakeya_zmq.protocol.work_lane import bind_lane, drop_lane, feed_lane
+from kakeya_zmq.protocol.work_store import JobStore
 from kakeya_zmq.protocol.work_table import JobTable
 from kakeya_zmq.store import BlockStore
-from wire.errors import CapacityError, FailureCode, InvalidInput, RequestFailed
-from wire.job_seal import JobKeys
-from wire.messages import (
-    Credit,
-    JobAccepted,
-    JobProgress,
-    JobResult,
-    SubmitJob,
-    TransferDone,
-    UpdateBody,
-)
+from wire.errors import CapacityError, FailureCode, RequestFailed
+from wire.messages import Credit, JobAccepted, JobProgress, SubmitJob, TransferDone, UpdateBody
 
 __all__ = ["JobPhase", "JobState", "JobView", "WorkService", "WorkSettings"]
 
@@ -122,20 +94,21 @@ class WorkService:
         has_aes: bool,
         settings: WorkSettings | None = None,
     ) -> None:
-        self._facts = facts
-        self._fingerprint = facts.compatibility.fingerprint()
-        self._tenant_key = tenant_key
-        self._door = JobDoor(JobKeys(tenant_key), self._fingerprint, identity_public_key)
-        self._store = store
-        self._has_stored = store.presence(self._fingerprint)
         self._ids = ids
         self._has_aes = has_aes
         self._settings = settings or WorkSettings()
-        self._job_number = 0
         self._table = JobTable(self._settings)
-        self._closing: Ticket | None = None
-        """The CloseSession of the job that ran last, until it has ended."""
-        self._stopping: str | None = None
+        self._store = JobStore(facts, store)
+        self._engine = JobEngine(ids)
+        self._ending = JobEnding(self._table, self._store, self._engine)
+        self._admission = JobAdmission(
+            facts=facts,
+            tenant_key=tenant_key,
+            identity_public_key=identity_public_key,
+            settings=self._settings,
+            table=self._table,
+            store=self._store,
+        )
         self._told_not_encoded = False
         self.tokens_per_second = 0.0
         """EWMA over finished jobs, of computed tokens only; 0 until one was measured."""
@@ -168,7 +141,7 @@ class WorkService:
 
     @property
     def idle(self) -> bool:
-        return not self._table.active() and self._closing is None
+        return not self._table.active() and not self._engine.closing
 
     @property
     def changes(self) -> int:
@@ -199,7 +172,7 @@ class WorkService:
                 return [] if job is None else self._update(job, body, now)
             case RequestCancelled(key=key, reason=reason):
                 job = self._table.find(key)
-                return [] if job is None else self._abandon(job, reason, now)
+                return [] if job is None else self._ending.abandon(job, reason, now)
             case LaneOpened(lane=lane, grant=grant):
                 job = self._table.find_lane(lane)
                 if job is None:
@@ -219,16 +192,17 @@ class WorkService:
     def _pass_time(self, now: float) -> list[Effect]:
         """End the jobs whose time is over; whoever serves the requests may have done so already."""
         effects: list[Effect] = []
+        text = "the job was not done within its deadline"
         for job in self._table.late(now):
-            effects += self._give_up(job, FailureCode.DEADLINE_EXCEEDED, "the job was not done within its deadline", now)
+            effects += self._ending.give_up(job, FailureCode.DEADLINE_EXCEEDED, text, now)
         return effects
 
     def shutdown(self, reason: str, now: float) -> list[Effect]:
         """End every job with UNAVAILABLE, so that askers can go elsewhere at once, and take no new ones."""
-        self._stopping = reason
+        self._admission.stop(reason)
         effects: list[Effect] = []
         for job in self._table.active():
-            effects += self._fail(job, FailureCode.UNAVAILABLE, reason, now)
+            effects += self._ending.fail(job, FailureCode.UNAVAILABLE, reason, now)
         return effects
 
     def distrust_store(self, now: float) -> list[Effect]:
@@ -237,65 +211,27 @@ class WorkService:
         for job in self._table.under_way():
             if job.tokens_reused > 0:
                 text = "what this job was to reuse may have come from a node that is revoked now"
-                effects += self._fail(job, FailureCode.UNAVAILABLE, text, now)
+                effects += self._ending.fail(job, FailureCode.UNAVAILABLE, text, now)
         return effects
 
     # --- submission ------------------------------------------------------------------------------------------------
 
     def _submit(self, event: RequestArrived, body: SubmitJob, now: float) -> list[Effect]:
         try:
-            submission = self._open(event, body)
-            job = self._admit(event, body, submission, now)
+            job, submission = self._admission.admit(event, body, now)
         except RequestFailed as error:
             refused: list[Effect] = [Count("jobs_refused"), SendFailure(event.key, error.code, str(error))]
             untrue = error.code is FailureCode.UNAUTHENTICATED
             return [*refused, Refuse(event.node_id, NOT_SEALED_FOR_US)] if untrue else refused
         if job.key != event.key:
             return self._attach(job, event, body, submission.proof)
-        job.expected_reuse = best_boundary(job.chain, self._facts.requirement, self._has_stored)
+        job.expected_reuse = self._store.prefix_of(job)
         if job.expected_reuse == job.target:
             accepted = JobAccepted(proof=job.proof, queued_jobs=0, queued_tokens=0, eta_ms=0)
             return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._serve(job, now)]
         self._table.enqueue(job)
         accepted = self._table.accepted(job, self._speed)
         return [Count("jobs_accepted"), SendProgress(event.key, accepted), *self._start_next(now)]
-
-    def _open(self, event: RequestArrived, body: SubmitJob) -> Submission:
-        """What the asker meant.
-
-        Raises:
-            RequestFailed: this worker is stopping, or it cannot open it.
-        """
-        if self._stopping is not None:
-            raise RequestFailed(FailureCode.UNAVAILABLE, self._stopping)
-        return self._door.open(event, body)
-
-    def _admit(self, event: RequestArrived, body: SubmitJob, submission: Submission, now: float) -> Job:
-        """A new job, or the one that exists under this id.
-
-        Raises:
-            RequestFailed: it is refused.
-        """
-        tokens = check_submission(body, submission.packed_tokens, self._facts, self._settings)
-        known = self._table.find_same(event.node_id, body, submission.content_digest, now)
-        if known is not None:
-            return known
-        self._job_number += 1
-        job = make_job(
-            event,
-            body,
-            submission,
-            tokens,
-            facts=self._facts,
-            tenant_key=self._tenant_key,
-            number=self._job_number,
-            now=now,
-        )
-        needed_bytes = parts_bytes(self._facts, job.chain, job.needed)
-        if needed_bytes > self._store.max_bytes:
-            text = f"the prompt's KV needs {needed_bytes} bytes and this worker's cache holds {self._store.max_bytes}"
-            raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text)
-        return job
 
     @property
     def _speed(self) -> float:
@@ -324,7 +260,7 @@ class WorkService:
 
     def _start_next(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        while self._table.running is None and self._closing is None:
+        while self._table.running is None and not self._engine.closing:
             job = self._table.take_next()
             if job is None:
                 break
@@ -333,8 +269,7 @@ class WorkService:
 
     def _serve(self, job: Job, now: float) -> list[Effect]:
         """Everything is in the store: nothing to import or compute, since this worker never decodes."""
-        held = [part for ref in job.needed if (part := self._store.get(ref, fingerprint=self._fingerprint)) is not None]
-        self._store.touch(job.needed, now, fingerprint=self._fingerprint)
+        held = self._store.take_all(job, now)
         job.position = job.tokens_reused = job.target
         job.make_ready(held)
         self._table.drain(job)
@@ -345,47 +280,30 @@ class WorkService:
         ends = {block.block_hash for block in done.chain.blocks}
         effects: list[Effect] = []
         for job in self._table.queued:
-            if job.chain.blocks[-1].block_hash in ends and all(map(self._has_stored, job.needed)):
+            if job.chain.blocks[-1].block_hash in ends and self._store.holds_all(job):
                 effects += [Count("jobs_shared"), *self._serve(job, now)]
         return effects
 
     def _start(self, job: Job, now: float) -> list[Effect]:
-        requirement = self._facts.requirement
-        position = best_boundary(job.chain, requirement, self._has_stored)
+        position = self._store.prefix_of(job)
         if position == job.target:
             return self._serve(job, now)
-        refs = needed_parts(job.chain, position, requirement)
-        held = [part for ref in refs if (part := self._store.get(ref, fingerprint=self._fingerprint)) is not None]
-        self._store.touch(refs, now, fingerprint=self._fingerprint)
-        lacking_bytes = parts_bytes(self._facts, job.chain, (ref for ref in job.needed if not self._has_stored(ref)))
-        if lacking_bytes > 0:
-            try:
-                self._store.reserve(job.reservation_id, lacking_bytes, now)
-            except CapacityError as error:
-                return self._fail(job, FailureCode.RESOURCE_EXHAUSTED, str(error), now)
+        held = self._store.take_prefix(job, position, now)
+        try:
+            self._store.reserve(job, now)
+        except CapacityError as error:
+            return self._ending.fail(job, FailureCode.RESOURCE_EXHAUSTED, str(error), now)
         self._table.run(job, position)
         job.phase = JobPhase.IMPORTING
         job.tokens_reused = position
         job.make_ready(held)
-        effects = self._bind_lane(job)
-        job.session_open = True
-        effects.append(RunCommand(self._ids.ticket(), OpenSession(job.engine_session)))
+        effects = [*self._bind_lane(job), *self._engine.open(job)]
         if position == 0:
             return [*effects, *self._begin_compute(job, now)]
-        parts = sorted((raw_part(part) for part in held), key=lambda part: (part.start, part.kind))
-        job.ticket = self._ids.ticket()
-        return [*effects, RunCommand(job.ticket, ImportPrefix(job.engine_session, position, tuple(parts)))]
+        return [*effects, *self._engine.import_prefix(job, position, held)]
 
     def _begin_compute(self, job: Job, now: float) -> list[Effect]:
-        job.phase = JobPhase.COMPUTING
-        job.compute_started = now
-        job.ticket = self._ids.ticket()
-        remaining = job.tokens[job.position : job.target]
-        return [
-            RunCommand(job.ticket, Prefill(job.engine_session, remaining, capture=True)),
-            self._progress(job),
-            *feed_lane(job),
-        ]
+        return [*self._engine.compute(job, now), self._progress(job), *feed_lane(job)]
 
     def _engine_event(self, job: Job, event: Event, now: float) -> list[Effect]:
         match event:
@@ -400,16 +318,16 @@ class WorkService:
                 try:
                     parts = bind_parts(job.chain, raw_parts)
                 except ValueError:  # the engine cut other blocks than the chain has: nothing that can be sent
-                    return self._fail(job, FailureCode.INTERNAL, "the engine's parts do not fit the prompt", now)
+                    return self._ending.fail(job, FailureCode.INTERNAL, "the engine's parts do not fit the prompt", now)
                 job.position = position
                 self._table.changes += 1
                 job.make_ready(parts)
-                kept = self._keep(job, parts, now)
+                kept = self._store.keep(job, parts, now)
                 return [Count("job_tokens_computed", computed), *kept, self._progress(job), *feed_lane(job)]
             case CommandFailed(message=message):
                 if job.phase is JobPhase.IMPORTING:
                     return self._recover_import(job, message)
-                return self._fail(job, FailureCode.INTERNAL, f"prefill failed: {message}", now)
+                return self._ending.fail(job, FailureCode.INTERNAL, f"prefill failed: {message}", now)
             case _:
                 return []
 
@@ -419,20 +337,18 @@ class WorkService:
         if not self._told_not_encoded:
             self._told_not_encoded = True
             effects.append(Note("error", KV_NOT_ENCODED))
-        return [*effects, *self._fail(job, FailureCode.DATA_LOSS, KV_NOT_ENCODED, now)]
+        return [*effects, *self._ending.fail(job, FailureCode.DATA_LOSS, KV_NOT_ENCODED, now)]
 
     def _recover_import(self, job: Job, message: str) -> list[Effect]:
         """Drop a prefix that cannot be imported and compute it again: a cache fault is only ever a miss."""
-        for ref in needed_parts(job.chain, job.tokens_reused, self._facts.requirement):
-            self._store.invalidate(ref, fingerprint=self._fingerprint)
+        self._store.drop_prefix(job, job.tokens_reused)
         job.tokens_reused = job.position = 0
         job.forget_ready()
         note = Note("warning", f"a cached prefix could not be imported and is computed again: {message}")
         return [Count("import_failures"), note]
 
     def _command_ended(self, ticket: Ticket, now: float) -> list[Effect]:
-        if ticket == self._closing:
-            self._closing = None
+        if self._engine.has_closed(ticket):
             return self._start_next(now)
         job = self._table.running
         if job is None or job.ticket != ticket:
@@ -441,7 +357,7 @@ class WorkService:
         if job.phase is JobPhase.IMPORTING and job.position == job.tokens_reused:
             return self._begin_compute(job, now)
         if job.position < job.target:
-            return self._fail(job, FailureCode.INTERNAL, "the engine stopped before the prompt was done", now)
+            return self._ending.fail(job, FailureCode.INTERNAL, "the engine stopped before the prompt was done", now)
         return self._finish_compute(job, now)
 
     def _finish_compute(self, job: Job, now: float) -> list[Effect]:
@@ -449,7 +365,7 @@ class WorkService:
         job.compute_ms = (now - job.compute_started) * 1000
         self._measure(job.target - job.tokens_reused, job.compute_ms)
         self._table.drain(job)
-        own = [Count("jobs_computed"), self._progress(job), *feed_lane(job), *self._release_engine(job)]
+        own = [Count("jobs_computed"), self._progress(job), *feed_lane(job), *self._ending.release_engine(job)]
         return [*own, *self._serve_same(job, now)]
 
     def _measure(self, computed_tokens: int, elapsed_ms: float) -> None:
@@ -458,28 +374,6 @@ class WorkService:
         sample = computed_tokens / (elapsed_ms / 1000)
         known = self.tokens_per_second
         self.tokens_per_second = sample if known == 0 else known + SPEED_WEIGHT * (sample - known)
-
-    def _release_engine(self, job: Job) -> list[Effect]:
-        self._store.release_reservation(job.reservation_id)
-        if not job.session_open:
-            return []
-        job.session_open = False
-        self._closing = self._ids.ticket()
-        return [RunCommand(self._closing, CloseSession(job.engine_session))]
-
-    def _keep(self, job: Job, parts: Sequence[Part], now: float) -> list[Effect]:
-        """Store what was computed. Room was reserved for what a hit needs; the rest takes what it can get."""
-        failures = 0
-        needed = frozenset(job.needed)
-        for part in parts:
-            reservation_id = job.reservation_id if part.meta.ref in needed else None
-            try:
-                self._store.put(part, fingerprint=self._fingerprint, now=now, reservation_id=reservation_id)
-            except (CapacityError, InvalidInput):
-                # No room, or somebody published nonsense under this hash. The asker still gets the part over the lane;
-                # only later reuse from this worker is lost.
-                failures += 1
-        return [Count("put_failures", failures)] if failures else []
 
     # --- lanes -------------------------------------------------------------------------------------------------------
 
@@ -494,9 +388,10 @@ class WorkService:
                 if job.asker_done:
                     return []
                 if not complete:
-                    return self._give_up(job, FailureCode.ABORTED, "the asker gave the transfer up", now)
+                    return self._ending.give_up(job, FailureCode.ABORTED, "the asker gave the transfer up", now)
                 if job.lane is None:
-                    return self._give_up(job, FailureCode.ABORTED, "the asker ended the transfer before it began", now)
+                    text = "the asker ended the transfer before it began"
+                    return self._ending.give_up(job, FailureCode.ABORTED, text, now)
                 job.asker_done = True
                 return [CloseLane(job.lane, True, "done")]
             case _:
@@ -508,42 +403,8 @@ class WorkService:
             return []
         job.lane = None
         if not (event.ok and job.asker_done and job.final_fed):
-            return self._fail(job, FailureCode.UNAVAILABLE, f"the transfer ended early: {event.reason}", now)
-        result = JobResult(
-            tokens_computed=job.target - job.tokens_reused,
-            tokens_reused=job.tokens_reused,
-            compute_ms=int(job.compute_ms),
-            sent_bytes=event.transferred_bytes,
-        )
-        sent = Count("job_bytes_sent", event.transferred_bytes)
-        return [Count("jobs_completed"), sent, SendReply(job.key, result), *self._end(job, JobState.COMPLETED, "", now)]
-
-    # --- endings ---------------------------------------------------------------------------------------------------
-
-    def _fail(self, job: Job, code: FailureCode, message: str, now: float) -> list[Effect]:
-        failure = SendFailure(job.key, code, message)
-        return [Count("jobs_failed"), failure, *self._end(job, JobState.FAILED, message, now)]
-
-    def _give_up(self, job: Job, code: FailureCode, message: str, now: float) -> list[Effect]:
-        """Nobody waits for it any more, but its request is still open."""
-        failure = SendFailure(job.key, code, message)
-        return [Count("jobs_cancelled"), failure, *self._end(job, JobState.CANCELLED, message, now)]
-
-    def _abandon(self, job: Job, reason: str, now: float) -> list[Effect]:
-        if job.asker_done:  # an asker that has everything may hang up before the reply
-            return [Count("jobs_completed"), *self._end(job, JobState.COMPLETED, "", now)]
-        return [Count("jobs_cancelled"), *self._end(job, JobState.CANCELLED, reason, now)]
-
-    def _end(self, job: Job, state: JobState, reason: str, now: float) -> list[Effect]:
-        computing = self._table.running is job
-        effects = drop_lane(job, reason or "done")
-        self._table.end(job, state, reason, now)
-        if computing:
-            if job.ticket is not None:
-                effects.append(CancelCommand(job.ticket))
-            # The runner keeps commands of one engine session in order, so the close comes after the cancelled one.
-            effects += self._release_engine(job)
-        return effects
+            return self._ending.fail(job, FailureCode.UNAVAILABLE, f"the transfer ended early: {event.reason}", now)
+        return self._ending.complete(job, event.transferred_bytes, now)
 
     def _progress(self, job: Job) -> Effect:
         body = JobProgress(tokens_done=job.position, tokens_total=job.target, tokens_reused=job.tokens_reused)

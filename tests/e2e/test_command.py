@@ -129,9 +129,9 @@ def test_a_folder_that_is_no_model(home: Path, model: Path, broken: str) -> None
     with_key(home)
     copy = home / "model"
     if broken == "file":
-        model.write_text("not a folder", encoding="utf-8")
+        copy.write_text("not a folder", encoding="utf-8")
     elif broken != "missing":
-        model.mkdir()
+        copy.mkdir()
     if broken == "config":
         (copy / "config.json").write_text("{", encoding="utf-8")
     if broken == "no-type":

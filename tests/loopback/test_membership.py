@@ -360,7 +360,11 @@ def test_a_worker_with_two_networks_is_reached_and_sends_over_the_better_one(fle
     try:
         worker.launch(fleet["primary"].address)
         worker.wait_ready()
-        fleet.wait_card("two-networks", lambda row: row.get("network") == "thunderbolt", "the better network is used")
+        fleet.wait_card(
+            "two-networks",
+            lambda row: row.get("network") == "thunderbolt" and row["state"] == "up",
+            "it is reached over the better network",
+        )
         with fleet["primary"].client() as client, rig.worker_only(client) as session:
             assert ask(session, prompt(300, seed=2), 2).reused == {SourceKind.WORKER: 299}
     finally:

@@ -118,7 +118,7 @@ class WorkMachine(RuleBasedStateMachine):
                 for refs in self.leases.values():
                     refs.discard(part.meta.ref)
             elif store.stats().bytes_used + store.stats().bytes_reserved + 48 <= store.max_bytes:
-                store.put(part, fingerprint=self.host.service._fingerprint, now=self.host.now)
+                store.put(part, fingerprint=FINGERPRINT, now=self.host.now)
 
     @rule(seconds=st.sampled_from([0.1, 5.0, 30.0, 61.0]))
     def time_passes(self, seconds: float) -> None:

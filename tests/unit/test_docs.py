@@ -80,7 +80,7 @@ def section_figures() -> dict[str, set[str]]:
                 case ast.Dict(keys=keys, values=values):
                     for key, value in zip(keys, values, strict=True):
                         if isinstance(key, ast.Constant) and key.value == "node" and isinstance(value, ast.Dict):
-                            found["node"] = constants(value.keys)
+                            found["node"] = found.get("node", set()) | constants(value.keys)
     return found
 
 

@@ -1,0 +1,81 @@
+"""The transfers that a cache service has open: their lanes, their requests, and how many there may be.
+
+A lane that was bound stays in the table, and counts against the bounds, until it has finished, also when its request ended
+long before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+from kakeya_zmq.protocol.effects import LaneId, RequestKey
+from kakeya_zmq.protocol.serve_values import Incoming, Outgoing, Transfer, TransferPhase
+from kakeya_zmq.store import BlockStore
+from wire.ids import NodeId
+
+
+class Transfers:
+    """See the module's text.
+
+    Args:
+        store: whose leases end with the requests.
+        lanes_max, lanes_per_node_max: transfers at one time, in all and for one peer.
+    """
+
+    def __init__(self, store: BlockStore, *, lanes_max: int, lanes_per_node_max: int) -> None:
+        self._store = store
+        self._lanes_max = lanes_max
+        self._lanes_per_node_max = lanes_per_node_max
+        self._transfers: dict[LaneId, Transfer] = {}
+        self._open: dict[RequestKey, LaneId] = {}
+        """Requests that have not ended; exactly the transfers that are not CLOSING."""
+
+    def __len__(self) -> int:
+        return len(self._transfers)
+
+    def find(self, lane: LaneId) -> Transfer | None:
+        """The transfer of a lane that has not finished."""
+        return self._transfers.get(lane)
+
+    def lane_of(self, key: RequestKey) -> LaneId | None:
+        """The lane of a request that has not ended."""
+        return self._open.get(key)
+
+    def under_way(self) -> Iterator[tuple[LaneId, Transfer]]:
+        """Those whose requests have not ended."""
+        return (entry for entry in self._transfers.items() if entry[1].phase is not TransferPhase.CLOSING)
+
+    def offers(self) -> Iterator[Incoming]:
+        """Publishes under way."""
+        return (transfer for _, transfer in self.under_way() if isinstance(transfer, Incoming))
+
+    def refusal(self, node_id: NodeId) -> str | None:
+        """Why a node may not have one more, or None."""
+        if len(self._transfers) >= self._lanes_max:
+            return f"all {self._lanes_max} transfers of this node are in use"
+        if sum(transfer.node_id == node_id for transfer in self._transfers.values()) >= self._lanes_per_node_max:
+            return f"all {self._lanes_per_node_max} transfers allowed for one peer are in use"
+        return None
+
+    def begin(self, lane: LaneId, transfer: Transfer) -> None:
+        self._open[transfer.key] = lane
+        self._transfers[lane] = transfer
+
+    def end(self, lane: LaneId) -> None:
+        """The request has ended: give back what it held; the lane stays until it has finished."""
+        transfer = self._transfers[lane]
+        transfer.phase = TransferPhase.CLOSING
+        del self._open[transfer.key]
+        match transfer:
+            case Incoming(held_lease_id=lease_id):
+                if lease_id is not None:
+                    self._store.release(lease_id)
+            case Outgoing():
+                transfer.lease_id = None
+            case _:
+                assert_never(transfer)
+
+    def forget(self, lane: LaneId) -> None:
+        """The lane has finished."""
+        del self._transfers[lane]
