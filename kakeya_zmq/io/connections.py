@@ -13,19 +13,19 @@ address in question, else of the address that has the most of them. An honest ha
 stranger's has all the time in the world.
 
 A connection is cut by shutting its TCP stream down; libzmq then sees an ordinary end. The monitor names a connection by its
-file descriptor, which may be another one's by the time we read that, so the descriptor is duplicated first and cut only when
-it is a TCP connection to our own port.
+file descriptor, which may be another one's by the time we read that; :mod:`kakeya_zmq.io.borrowed` sees to it that only a
+TCP connection to our own port is cut, and that it is cut also where no descriptor is free.
 
 Hazards: a monitor that is left open makes ``Context.term()`` hang, so :meth:`ConnectionGuard.close` runs before the socket's
 own close; libzmq's IO thread *blocks* while the monitor's PAIR is full, so that one has no high-water mark and is read in
-batches.
+batches. So no kind of event may be listened to that comes without end: ACCEPT_FAILED does in a process without free
+descriptors, thousands in a second (who looks at the descriptors instead: ``daemons.descriptor_watch``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import socket as os_socket
 import struct
 from collections import Counter
@@ -35,6 +35,7 @@ from typing import Final
 
 import zmq
 
+from kakeya_zmq.io.borrowed import SetAside
 from kakeya_zmq.io.monitor import monitor_pair
 from kakeya_zmq.io.reactor import Reactor
 
@@ -46,6 +47,7 @@ REFUSED_UNPROVEN: Final = "a silent connection was cut: too many of them"
 REFUSED_TOO_MANY: Final = "a connection was refused: too many connections"
 REFUSED_ADDRESS: Final = "a connection was refused: too many from one address"
 REFUSED_NO_DESCRIPTOR: Final = "a connection could not be accepted: out of file descriptors"
+"""Not seen here: told by who looks at the descriptors of the process."""
 UNPROVEN_MAX: Final = 256
 """Handshakes under way at once: a fleet of two hundred nodes that start in the same moment."""
 CONNECTIONS_MAX: Final = 1024
@@ -63,7 +65,6 @@ _FAILURES: Final = frozenset(
 )
 _MASK: Final = (
     zmq.Event.ACCEPTED
-    | zmq.Event.ACCEPT_FAILED
     | zmq.Event.DISCONNECTED
     | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
     | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -115,7 +116,12 @@ class ConnectionGuard:
         self._failure_told = False
         """Whether the last event told why the connection that is about to end does so."""
         self._closed = False
-        self._pair = monitor_pair(reactor.context, socket, _MASK)
+        self._borrowed = SetAside()
+        try:
+            self._pair = monitor_pair(reactor.context, socket, _MASK)
+        except BaseException:
+            self._borrowed.close()
+            raise
         reactor.register(self._pair, self._on_readable)
 
     @property
@@ -151,6 +157,8 @@ class ConnectionGuard:
     def doubt(self, connection: Connection) -> None:
         """What proved a connection is over: it is like a new one."""
         descriptor = connection.descriptor
+        if self._closed:
+            return
         if self._known.get(descriptor) is connection and descriptor not in self._unproven:
             self._unproven[descriptor] = True
             self._keep_bounds(descriptor)
@@ -163,6 +171,7 @@ class ConnectionGuard:
         if not self._watched.closed:
             self._watched.disable_monitor()
         self._reactor.close_socket(self._pair)
+        self._borrowed.close()
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -203,8 +212,6 @@ class ConnectionGuard:
                 self._on_refused(REFUSED_WRONG_PSK)
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL:
                 self._on_refused(REFUSED_UNFINISHED)
-            case zmq.Event.ACCEPT_FAILED:
-                self._on_refused(REFUSED_NO_DESCRIPTOR)
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)  # the number may be that of a connection whose end was not told
@@ -241,30 +248,19 @@ class ConnectionGuard:
 
     def _cut(self, descriptor: int, reason: str) -> None:
         self._forget(descriptor)
-        duplicate = self._open(descriptor)
-        if duplicate is not None:
-            with duplicate, contextlib.suppress(OSError):
-                duplicate.shutdown(os_socket.SHUT_RDWR)
-                self._on_refused(reason)
+        is_cut = False
+        with self._borrowed.connection(descriptor, self._port) as found, contextlib.suppress(OSError):
+            if found is not None:
+                found.shutdown(os_socket.SHUT_RDWR)
+                is_cut = True
+        if is_cut:
+            self._on_refused(reason)
 
     def _host(self, descriptor: int) -> str:
-        duplicate = self._open(descriptor)
-        if duplicate is not None:
-            with duplicate, contextlib.suppress(OSError):
-                return _host_of(duplicate.getpeername()[0])
+        with self._borrowed.connection(descriptor, self._port) as found, contextlib.suppress(OSError):
+            if found is not None:
+                return _host_of(found.getpeername()[0])
         return ""
-
-    def _open(self, descriptor: int) -> os_socket.socket | None:
-        """The connection to our own port behind a number, duplicated; None when that stands for something else by now."""
-        try:
-            duplicate = os_socket.socket(fileno=os.dup(descriptor))
-        except OSError:
-            return None  # gone already, or no socket any more
-        with contextlib.suppress(OSError):
-            if duplicate.family in (os_socket.AF_INET, os_socket.AF_INET6) and duplicate.getsockname()[1] == self._port:
-                return duplicate
-        duplicate.close()
-        return None
 
 
 def _host_of(text: str) -> str:

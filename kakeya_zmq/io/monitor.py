@@ -53,11 +53,20 @@ UNFINISHED: Final = "it ended before its handshake was through"
 def monitor_pair(context: zmq.Context[zmq.Socket[bytes]], watched: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
     """The socket that tells these events (zmq.Event, combined) of a socket from now on, whose monitor is on with it."""
     address = f"inproc://kakeya-monitor-{secrets.token_hex(8)}"
-    watched.monitor(address, events)
+    # Made before the monitor is on: a process may be out of file descriptors, and a monitor without a reader blocks libzmq.
     pair = context.socket(zmq.PAIR)
-    pair.linger = 0
-    pair.rcvhwm = 0
-    pair.connect(address)
+    try:
+        pair.linger = 0
+        pair.rcvhwm = 0
+        watched.monitor(address, events)
+        try:
+            pair.connect(address)
+        except zmq.ZMQError:
+            watched.disable_monitor()
+            raise
+    except BaseException:
+        pair.close(linger=0)
+        raise
     return pair
 
 
