@@ -24,8 +24,7 @@ def check_settings(resolved: ResolvedSettings) -> None:
     """
     settings = resolved.settings
     KeyRing.load(Path(settings.fleet_psk_file))
-    if (roster := Path(settings.roster_file)).exists():
-        Roster.load(roster)
+    Roster.load_if_any(Path(settings.roster_file), named=settings.roster_is_named)
     check_addresses(resolved)
     if settings.role != "cache":
         need_model_libraries()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 from daemons.bench_flags import add_bench_commands
-from daemons.console import fail, tolerate_narrow_output
+from daemons.console import drop_unwritten_output, fail, flush_output, probe_output, tolerate_narrow_output
 from daemons.daemon_flags import add_daemons
 from daemons.dashboard_flags import add_dashboard_commands
 from daemons.exit_codes import (
@@ -59,7 +59,8 @@ start here:
 
 exit codes:
   0 done   1 the request failed   2 bad input or settings   3 nothing answers or no capacity
-  4 key missing, unusable or not accepted   5 an address or node id is in use   130 interrupted
+  4 key missing, unusable or not accepted   5 an address or node id is in use, or another `kakeya up` runs
+  130 interrupted
 
 files (under ~/.kakeya, or $KAKEYA_HOME):
   fleet.psk                   the fleet's pre-shared key, mode 0600
@@ -69,8 +70,16 @@ files (under ~/.kakeya, or $KAKEYA_HOME):
 """
 
 
+DISK_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO})
+"""What a full, read-only or broken disk says: no fault of the program."""
+
+
 class _Parser(argparse.ArgumentParser):
-    """Errors are one line, without the usage text, and exit with code 2."""
+    """Errors are one line, without the usage text, and exit with code 2. Help that cannot be written is an error."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if message and file is not None:
+            file.write(message)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, remedy=f"see `{self.prog} --help`")
@@ -80,20 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. No traceback reaches the user unless KAKEYA_DEBUG is set."""
     try:
         tolerate_narrow_output()
-        options = build_parser().parse_args(arguments)
-        # Asked to stop by a service manager or a closed terminal: clean up as for Ctrl-C. Daemons set handlers of their own.
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, _interrupt)
-        guard_stray_lines()
-        code: int = options.run(options)
+        try:
+            code = _run(arguments)
+        except SystemExit:  # of --help and --version, which have written
+            flush_output()
+            raise
+        flush_output()
         return code
     except KeyboardInterrupt:
         fail("interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away; there is nobody left to tell.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_OK
+        return EXIT_OK  # the reader of our output went away; there is nobody left to tell
     except KakeyaError as error:
         if os.environ.get("KAKEYA_DEBUG"):
             raise
@@ -102,8 +109,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("KAKEYA_DEBUG"):
             raise
+        if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+            fail(_disk_trouble(error))
+            return EXIT_FAILED
         fail(f"internal error: {type(error).__name__} (set KAKEYA_DEBUG=1 to see where, and please report it)")
         return EXIT_FAILED
+    finally:
+        drop_unwritten_output()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = build_parser().parse_args(arguments)
+    # Asked to stop by a service manager or a closed terminal: clean up as for Ctrl-C. Daemons set handlers of their own.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    guard_stray_lines()
+    code: int = options.run(options)
+    return code
+
+
+def _disk_trouble(error: OSError) -> str:
+    """One line for what could not be written: a named file, else our output, where that takes nothing."""
+    reason = error.strerror or type(error).__name__
+    if isinstance(error.filename, str):
+        return f"{error.filename} cannot be written: {reason}"
+    try:
+        probe_output()
+    except OSError:
+        return f"standard output cannot be written: {reason}"
+    return f"a file cannot be written: {reason}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,37 @@ def tolerate_narrow_output() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def flush_output() -> None:
+    """Write what is still in the buffer of standard output.
+
+    Raises:
+        OSError: it cannot be written; it stays in the buffer.
+    """
+    if sys.stdout is not None:  # None: closed by whoever started us
+        sys.stdout.flush()
+
+
+def probe_output() -> None:
+    """Write an empty line: where standard output is not buffered, what it did not take is forgotten.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    flush_output()
+    if sys.stdout is not None:
+        os.write(sys.stdout.fileno(), b"\n")
+
+
+def drop_unwritten_output() -> None:
+    """What standard output does not take is dropped: in its buffer it would make a second error when the process ends."""
+    try:
+        flush_output()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
 def command_name() -> str:
     """How this command can be called from here: its name when it is on the search path, else its path."""
     if shutil.which("kakeya"):
@@ -97,6 +129,7 @@ def command_name() -> str:
 
 
 def fail(message: str) -> None:
-    """The one line an error gets."""
-    sys.stderr.write(f"kakeya: {clean(message)}\n")
-    sys.stderr.flush()
+    """The one line an error gets. Where nobody can be told, the exit code still says it."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"kakeya: {clean(message)}\n")
+        sys.stderr.flush()

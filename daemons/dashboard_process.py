@@ -11,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from daemons.fleet import Member, Starting, deferred_signals, read_members, run_folder, stop_members, unwritable
+from daemons.fleet import Member, Starting, deferred_signals, read_members, run_folder, stop_members
+from daemons.fleet_home import starting_alone, unwritable
 from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address
-from wire.errors import KakeyaError
+from wire.errors import FleetBusyError, KakeyaError
 
 ROLE = "dashboard"
 
@@ -35,9 +36,18 @@ def running_dashboard() -> Member | None:
 
 def start_dashboard(tell: Callable[[str], None], *, ephemeral: bool) -> Member | None:
     """Start it unless it runs; None, after telling why, when it cannot be started."""
-    running = running_dashboard()
-    if running is not None:
-        return running
+    try:
+        with starting_alone(run_folder()):
+            return running_dashboard() or _start(tell, ephemeral=ephemeral)
+    except FleetBusyError:
+        tell("another `kakeya up` is starting the dashboard")
+        return None
+    except OSError as error:
+        tell(f"the fleet runs without a dashboard: {unwritable(error)}")
+        return None
+
+
+def _start(tell: Callable[[str], None], *, ephemeral: bool) -> Member | None:
     address = Address(DEFAULT_ADDRESS.host, 0) if ephemeral else DEFAULT_ADDRESS
     ready_file = run_folder() / f"{ROLE}.started"
     log = kakeya_home() / "logs" / f"{ROLE}.log"

@@ -12,10 +12,12 @@ from kakeya_zmq.file_lock import locked
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol.identities import IdentityBook
+from kakeya_zmq.protocol.limits import KeyedBuckets, TokenBucket
 from kakeya_zmq.protocol.revocation import RevocationBook
 from kakeya_zmq.revocation_file import REVOCATIONS_FILE, load_revocations, save_revocations
 from kakeya_zmq.roster import Access, Roster
 from wire.errors import ConfigError
+from wire.limits import REVOCATIONS_MAX
 from wire.revocations import Revocation
 
 LOOK_S: Final = 1.0
@@ -24,6 +26,15 @@ OFF_ROSTER: Final = "the roster does not admit the node any more"
 LAPSED: Final = "a revocation does not count any more: who made it is no administrator of the roster"
 MADE_ROOM: Final = "a revocation does not count any more: it made room for others"
 FINGERPRINT_DIGITS: Final = 16
+NEW_PER_S: Final = 2.0
+"""New revocations of one teller that are looked at: each costs a signature and perhaps room in a full book."""
+NEW_BURST: Final = 64.0
+"""Two issuers' full shares."""
+NEW_OF_ALL_PER_S: Final = 32.0
+NEW_OF_ALL_BURST: Final = 1024.0
+"""A whole book, once."""
+SAVE_INTERVAL_S: Final = 5.0
+"""Between two writings of the file, unless the node's own operator has revoked something: a full one is 345 kB, flushed."""
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +81,13 @@ class Entitlement:
         self._roster_seen = _look(roster_file)
         if self._roster_seen is not None:
             self._use(Roster.load(roster_file))
-        self.revocations = RevocationBook(self._may_revoke, valid=self._still_valid, bound=self._is_bound)
+        self._told_by = KeyedBuckets(NEW_PER_S, NEW_BURST)
+        self._told = TokenBucket(NEW_OF_ALL_PER_S, NEW_OF_ALL_BURST)
+        self._unsaved = False
+        self._saved_at = float("-inf")
+        self.revocations = RevocationBook(
+            self._may_revoke, valid=self._still_valid, bound=self._is_bound, trusted=self._is_trusted
+        )
         for reason in self.revocations.merge_own(load_revocations(folder)).refused:
             refused(reason)
         self._revocations_seen = _look(folder / REVOCATIONS_FILE)
@@ -83,16 +100,22 @@ class Entitlement:
         self._clock = reactor.clock
         reactor.add_deadline_source(lambda: self._next_look, self._watch)
 
-    def merge(self, blobs: Iterable[bytes]) -> None:
-        """Revocations that somebody told: what is new and right counts from now on."""
-        before = self.revocations.blobs()
-        merged = self.revocations.merge(blobs)
+    def merge(self, blobs: Iterable[bytes], teller: bytes | str = b"") -> None:
+        """Revocations that somebody told: what is new and right counts from now on.
+
+        Args:
+            teller: who: a node's identity key or name.
+        """
+        now = self._clock()
+        merged = self.revocations.merge(blobs, lambda claimed: self._affordable(claimed, teller, now))
         for reason in merged.refused:
             self._refused(reason)
         self._now_revoked(merged.revoked)
         self._now_reinstated(merged.reinstated, MADE_ROOM)
-        if self.revocations.blobs() != before:
-            self._exchange_with_file(write=True)
+        if merged.taken:
+            self._unsaved = True
+            own = any(self._identities.is_own(each.issuer_public_key) for each in merged.taken)
+            self._save_when_due(now, at_once=own)
 
     @property
     def known_written(self) -> Collection[str]:
@@ -112,7 +135,9 @@ class Entitlement:
                 self._forgotten(node_id)
 
     def stop(self) -> None:
+        """Nothing is watched any more; what waits to be written is written."""
         self._next_look = float("inf")
+        self._save_when_due(self._clock(), at_once=True)
 
     # --- revocations -----------------------------------------------------------------------------------------------
 
@@ -122,6 +147,20 @@ class Entitlement:
             return roster.may_revoke(issuer)
         # A revoked key may have been bound elsewhere only: all nodes have to come to the same.
         return self._identities.knows(issuer) or issuer in self.revocations
+
+    def _affordable(self, claimed: Revocation, teller: bytes | str, now: float) -> bool:
+        """Whether one more new revocation may be looked at now: so many of one teller, so many of all. What others tell does
+        not take from what the own operator, or an administrator of the roster, may revoke: that is bounded by its teller."""
+        if self._told_by.wait(teller, now) > 0:
+            return False
+        if not self._is_trusted(claimed.issuer_public_key) and self._told.take(now) > 0:
+            return False
+        self._told_by.take(teller, now)
+        return True
+
+    def _is_trusted(self, issuer: bytes) -> bool:
+        roster = self.access.roster
+        return self._identities.is_own(issuer) if roster is None else roster.may_revoke(issuer)
 
     def _still_valid(self, issuer: bytes) -> bool:
         roster = self.access.roster
@@ -165,13 +204,23 @@ class Entitlement:
             for name in self._names_of(key) or ("",):
                 self._audit.write("revoked", why, subject=name)
 
+    def _save_when_due(self, now: float, *, at_once: bool = False) -> None:
+        """Write down what was taken since the last time: many that come in a row cost one writing."""
+        if self._unsaved and (at_once or now >= self._saved_at + SAVE_INTERVAL_S):
+            self._exchange_with_file(write=True)
+
     def _exchange_with_file(self, *, write: bool) -> None:
         """Take what somebody else has put into the file of revocations, and write down what it lacks."""
+        if write:
+            self._saved_at, self._unsaved = self._clock(), False
         try:
             with locked(self._folder):
-                merged = self.revocations.merge_own(load_revocations(self._folder))
+                kept = load_revocations(self._folder)
+                merged = self.revocations.merge_own(kept)
                 if write:
                     save_revocations(self._folder, self.revocations.blobs())
+                elif len(kept) > REVOCATIONS_MAX:
+                    self._unsaved = True  # what has found no room must not keep the command from adding more
                 self._revocations_seen = _look(self._folder / REVOCATIONS_FILE)
         except (ConfigError, OSError) as error:
             # They count for this run; the next exchange after a restart brings them back.
@@ -193,6 +242,7 @@ class Entitlement:
         self._watch_known_nodes()
         if (seen := _look(self._folder / REVOCATIONS_FILE)) is not None and seen != self._revocations_seen:
             self._exchange_with_file(write=False)
+        self._save_when_due(now)
 
     def _watch_roster(self) -> None:
         seen = _look(self._roster_file)

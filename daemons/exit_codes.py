@@ -5,6 +5,7 @@ from __future__ import annotations
 from wire.errors import (
     AuthenticationError,
     FailureCode,
+    FleetBusyError,
     InvalidInput,
     KakeyaError,
     NodeInUseError,
@@ -25,7 +26,7 @@ def exit_code(error: KakeyaError) -> int:
     """The documented exit code of an error."""
     if isinstance(error, SecretFileError | AuthenticationError) or error.code is FailureCode.UNAUTHENTICATED:
         return EXIT_NOT_AUTHENTICATED
-    if isinstance(error, PortInUseError | NodeInUseError):
+    if isinstance(error, PortInUseError | NodeInUseError | FleetBusyError):
         return EXIT_PORT_IN_USE
     if isinstance(error, InvalidInput) or error.code in (FailureCode.INVALID_ARGUMENT, FailureCode.NOT_FOUND):
         return EXIT_BAD_INPUT

@@ -21,10 +21,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from daemons.fleet_home import check_room, starting_alone, unwritable
+from daemons.node_lock import REMEDY as NODE_REMEDY
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.options import DEFAULT_PORTS
-from wire.errors import ConfigError, FailureCode, KakeyaError, PortInUseError, RequestFailed, SecretFileError
+from wire.errors import ConfigError, FailureCode, FleetBusyError, KakeyaError, PortInUseError, RequestFailed, SecretFileError
 from wire.keys import FleetKey, write_secret_file
 
 START_TIMEOUT_SECONDS = 180.0
@@ -152,25 +154,23 @@ def start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, .
 
     Raises:
         ConfigError: a daemon refused to start, its last log line says why; or files under the home cannot be written.
+        FleetBusyError: another command is starting them, or was killed while it did.
         RequestFailed: DEADLINE_EXCEEDED, one did not get ready in time.
     """
     try:
-        return _start_fleet(plan, tell)
+        with starting_alone(run_folder()):
+            return _start_fleet(plan, tell)
     except OSError as error:
         raise unwritable(error) from None
 
 
-def unwritable(error: OSError) -> ConfigError:
-    """What to tell of a file of the fleet that cannot be made or written."""
-    what = error.filename if isinstance(error.filename, str) else "a file under the home"
-    reason = error.strerror or type(error).__name__
-    return ConfigError(f"{what} cannot be used: {reason}", remedy="check the owner and mode of KAKEYA_HOME, and its disk")
-
-
 def _start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, ...]:
+    running = {member.role: member for member in live_members()}
+    if set(plan.roles) - set(running):
+        check_room(run_folder())
+        refuse_leftovers(plan.roles)
     if ensure_psk(default_psk_file()):
         tell("made a new fleet key (mode 0600)")
-    running = {member.role: member for member in live_members()}
     starting: list[Starting] = []
     try:
         with contextlib.ExitStack() as undo:
@@ -235,9 +235,9 @@ class Starting:
                 raise self._refusal(self.process.returncode)
             if time.monotonic() - told > 5:
                 told = time.monotonic()
-                tell(f"waiting for the {self.role} ({told - started:.0f} s): {self._last_line()}")
+                tell(f"waiting for the {self.role} ({told - started:.0f} s): {self._last_line() or 'no output'}")
             time.sleep(POLL_SECONDS)
-        text = f"the {self.role} was not ready within {START_TIMEOUT_SECONDS:.0f} s: {self._last_line()}"
+        text = f"the {self.role} was not ready within {START_TIMEOUT_SECONDS:.0f} s: {self._last_line() or 'no output'}"
         raise RequestFailed(FailureCode.DEADLINE_EXCEEDED, text)
 
     def stop(self) -> None:
@@ -251,9 +251,15 @@ class Starting:
 
     def _refusal(self, code: int) -> KakeyaError:
         """Why the daemon did not start, with its own exit code."""
-        text = f"the {self.role} did not start: {self._last_line().removeprefix('kakeya: ')}"
+        line = self._last_line()
+        if not line:
+            try:
+                check_room(self.log.parent)
+            except OSError as error:
+                return unwritable(error)
+        line = (line or "no output").removeprefix("kakeya: ").replace(NODE_REMEDY, "stop that node")
         kinds: dict[int, type[ConfigError]] = {4: SecretFileError, 5: PortInUseError}
-        return kinds.get(code, ConfigError)(text)
+        return kinds.get(code, ConfigError)(f"the {self.role} did not start: {line}")
 
     def _facts(self) -> dict[str, object] | None:
         try:
@@ -282,7 +288,7 @@ class Starting:
                 lines = stream.read()[-4096:].decode("utf-8", "replace").strip().splitlines()
         except OSError:
             lines = []
-        return lines[-1] if lines else "no output"
+        return lines[-1] if lines else ""
 
 
 def _bus_address(facts: dict[str, object]) -> str:
@@ -327,7 +333,16 @@ def start_daemon(role: str, plan: FleetPlan, seed: str) -> Starting:
 
 
 def restart_member(member: Member, tell: Callable[[str], None]) -> Member:
-    """Stop one daemon and start it again with the same arguments, on the same address."""
+    """Stop one daemon and start it again with the same arguments, on the same address.
+
+    Raises:
+        KakeyaError: it does not start, or another command is starting the fleet.
+    """
+    with starting_alone(run_folder()):
+        return _restart_member(member, tell)
+
+
+def _restart_member(member: Member, tell: Callable[[str], None]) -> Member:
     stop_members([member], tell)
     arguments = list(member.arguments)
     arguments[arguments.index("--bind") + 1] = member.address
@@ -419,6 +434,21 @@ def started_here() -> list[psutil.Process]:
             if _same_folder(ready_file.parent, folder) and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def refuse_leftovers(roles: Sequence[str]) -> None:
+    """Daemons that no notes tell of have the names and ports of those that are to be started.
+
+    Raises:
+        FleetBusyError: there are some of these roles.
+    """
+    noted = {member.pid for member in live_members()}
+    for process in started_here():
+        with contextlib.suppress(psutil.Error):
+            role = process.cmdline()[3]
+            if process.pid not in noted and role in roles:
+                text = f"a {role} (process {process.pid}) runs here that an interrupted `kakeya up` has left behind"
+                raise FleetBusyError(text, remedy="`kakeya down` stops it; then `kakeya up` again")
 
 
 def _same_folder(one: Path, other: Path) -> bool:

@@ -53,20 +53,24 @@ def add_fleet_commands(add: AddCommand) -> None:
 def _run_demo(options: argparse.Namespace) -> int:
     from daemons import fleet
     from daemons.demonstration import demonstrate
+    from wire.errors import FleetBusyError
 
     console = Console(json_mode=options.json)
     running = fleet.find_member("primary")
     model = options.model or (running.option("--model") if running else "")
     folder = _prepared_model(console, model)
     ours = not fleet.live_members()
-    finished = False
+    finished = busy = False
     try:
         _show_members(console, fleet.start_fleet(_local_plan(model, ephemeral=options.ephemeral), console.say))
         outcome = demonstrate(console, fleet.default_psk_file(), folder)
         finished = True
+    except FleetBusyError:
+        busy = True
+        raise
     finally:
-        # An interrupted demonstration leaves nothing running that it started.
-        if options.once or (ours and not finished):
+        # An interrupted demonstration leaves nothing running that it started, and lets alone what another command starts.
+        if not busy and (options.once or (ours and not finished)):
             fleet.stop_fleet(console.say)
     if not options.once:
         _start_dashboard(console, ephemeral=options.ephemeral)

@@ -11,12 +11,10 @@ from kakeya_zmq.known_nodes import forget_node
 from wire.errors import ConfigError, SecretFileError
 from wire.keyring import KeyRing
 from wire.keys import (
-    KEY_BYTES,
-    PSK_BYTES_MIN,
     FleetKey,
     NodeIdentity,
     load_or_create_tenant_key,
-    read_secret_file,
+    read_fleet_key_file,
     write_secret_file,
 )
 
@@ -102,13 +100,13 @@ def _forget(node_id: str) -> str:
 
 def key_states(psk_file: Path) -> list[dict[str, Any]]:
     """One row a key file: name, whether it is usable, and a line that says why not."""
-    rows = [_state("fleet key", psk_file, PSK_BYTES_MIN)]
+    rows = [_state("fleet key", psk_file, _fleet_key)]
     if rows[0]["usable"]:
         rows = [*_ring_states(psk_file)]
     for path in sorted((psk_file.parent / "tenants").glob("*.key")):
-        rows.append(_state(f"tenant {path.stem}", path, KEY_BYTES, _tenant_key))
+        rows.append(_state(f"tenant {path.stem}", path, _tenant_key))
     for path in sorted((kakeya_home() / "nodes").glob("*/identity.key")):
-        rows.append(_state(f"identity of {path.parent.name}", path, KEY_BYTES, _identity))
+        rows.append(_state(f"identity of {path.parent.name}", path, _identity))
     return rows
 
 
@@ -134,14 +132,14 @@ def _identity(path: Path) -> str:
     return f", public key {NodeIdentity.load_or_create(path).public_key.hex()}"
 
 
-def _nothing_more(path: Path) -> str:
+def _fleet_key(path: Path) -> str:
+    read_fleet_key_file(path)
     return ""
 
 
-def _state(name: str, path: Path, minimum_bytes: int, load: Callable[[Path], str] = _nothing_more) -> dict[str, Any]:
-    """``load`` reads it as a daemon does, and may add to the line."""
+def _state(name: str, path: Path, load: Callable[[Path], str]) -> dict[str, Any]:
+    """``load`` reads it as a daemon does, so that both say the same of it, and may add to the line."""
     try:
-        read_secret_file(path, minimum_bytes=minimum_bytes, what=name)
         more = load(path)
     except (SecretFileError, ConfigError) as error:
         return {"key": name, "usable": False, "state": str(error)}

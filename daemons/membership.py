@@ -99,8 +99,8 @@ class Membership:
         """Told the id of each node that is reached, and the endpoint it is reached through."""
         self.revocations: RevocationBook | None = None
         """What exchanges tell of revoked keys; nothing when None."""
-        self.revocations_told: Callable[[tuple[bytes, ...]], None] = lambda blobs: None
-        """Told the signed revocations that others sent."""
+        self.revocations_told: Callable[[tuple[bytes, ...], bytes | str], None] = lambda blobs, teller: None
+        """Told the signed revocations that others sent, and who: the key of who came to us, the name of who was asked."""
         self.cards_taken: list[Callable[[Card], None]] = []
         """Told each new card."""
         self.exchanges = 0
@@ -155,7 +155,7 @@ class Membership:
             RemoteProtocolError: its digest is broken.
         """
         self._tell(dm.CardsArrived(body.cards, body.ages_ms, time.time(), incoming.peer.node_id))
-        self._take_revocations(body.revocations)
+        self._take_revocations(body.revocations, incoming.peer.identity_public_key)
         cards, ages, wanted, more = self.directory.answer(
             body.known, incoming.peer.node_id, self._reactor.clock(), incarnation=incoming.peer.incarnation
         )
@@ -175,9 +175,9 @@ class Membership:
         for effect in self.directory.forget(node_id):
             self._carry_out(effect)
 
-    def _take_revocations(self, blobs: tuple[bytes, ...]) -> None:
+    def _take_revocations(self, blobs: tuple[bytes, ...], teller: bytes | str) -> None:
         if blobs:
-            self.revocations_told(blobs)
+            self.revocations_told(blobs, teller)
 
     def rows(self) -> list[dict[str, Value]]:
         """One row a connected or known node, for status."""
@@ -268,7 +268,7 @@ class Membership:
 
         def merged(reply: ReplyBody) -> None:
             if effect.known is not None and isinstance(reply, CardList):
-                self._take_revocations(reply.revocations)
+                self._take_revocations(reply.revocations, node_id)
                 if self.revocations is not None and (named := self.revocations.named(reply.wanted_revocations)):
                     told = ExchangeCards(cards=(), ages_ms=(), known=None, revocations=named)
                     client.request(told, timeout_s=EXCHANGE_TIMEOUT_SECONDS, on_reply=done, on_failure=failed_quietly)

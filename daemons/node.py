@@ -16,6 +16,7 @@ from daemons.askers import Askers
 from daemons.bounded_status import bounded
 from daemons.bulk import BulkShell
 from daemons.cache_budget import CacheBudget
+from daemons.descriptor_watch import DescriptorWatch, connections_bound
 from daemons.dispatch import Dispatcher
 from daemons.emptying import StoreEmptying
 from daemons.membership import Membership, next_incarnation
@@ -76,7 +77,7 @@ class Node:
     def __init__(self, reactor: Reactor, settings: Settings, keys: NodeKeys, *, roles: tuple[str, ...]) -> None:
         check_limits()
         check_libzmq()
-        raise_descriptor_limit()
+        descriptors_max = raise_descriptor_limit()
         self.reactor = reactor
         self.settings = settings
         self.ids = IdAllocator(itertools.count(1).__next__)
@@ -99,6 +100,8 @@ class Node:
         ports = parse_port_range(settings.bulk_ports) if settings.bulk_ports else None
         self.telemetry = NodeTelemetry(self)
         self.notes = Notes(reactor.clock, _log, self.counters, self.telemetry.note)
+        self.descriptors = DescriptorWatch(reactor, descriptors_max, note=self.note, refused=self._refused)
+        self._connections_max = connections_bound(settings.max_connections, descriptors_max)
         self.subscriber = self._make_subscriber()
         self.membership = self._make_membership()
         self.askers = Askers()
@@ -124,6 +127,7 @@ class Node:
         self.dispatcher.add(self.cache_service, handles=self.cache_service.handles)
         self.own_endpoints = OwnEndpoints(settings, lambda: self.endpoints.address, self.note)
         self.own_endpoints.look_up_names()
+        self._tell_narrowed()
 
     # --- what it is made of --------------------------------------------------------------------------------------------
 
@@ -176,6 +180,7 @@ class Node:
         """Tell the membership's news to those whom they concern."""
         membership, entitlement = self.membership, self.security.entitlement
         membership.restarted.append(self.askers.end_older)
+        membership.peers.on_refused = lambda node_id, reason: self._refused(reason, subject=node_id or "")
         membership.noticed += [self.telemetry.security, self._noticed]
         membership.cards_taken.append(entitlement.access.learn)
         membership.gone.append(entitlement.access.forget)
@@ -203,7 +208,7 @@ class Node:
             fleet_key=key,
             on_subscribed=self._subscribed,
             on_refused=lambda reason: self._refused(reason, SecurityKind.BUS_REFUSED),
-            connections_max=self.settings.max_connections,
+            connections_max=self._connections_max,
         )
 
     def _make_server(self, key: FleetKey, address: Address, bus_port: Callable[[], int]) -> ControlServer:
@@ -219,8 +224,14 @@ class Node:
             bus_port=bus_port,
             identities=self.security.identities,
             limiter=self.security.limiter,
-            connections_max=self.settings.max_connections,
+            connections_max=self._connections_max,
         )
+
+    def _tell_narrowed(self) -> None:
+        wanted, allowed = self.settings.max_connections, self._connections_max
+        if allowed < wanted:
+            text = f"this process may open {self.descriptors.limit} files: of {wanted} connections {allowed} are let in"
+            self.note("warning", f"{text} (ulimit -n raises it)")
 
     def _quota_bytes(self, fingerprint: bytes) -> int | None:
         access = self.security.entitlement.access

@@ -20,6 +20,7 @@ except ImportError:  # no such calls on this system
 WAIT_SECONDS: Final = 1.0
 """For a process that is ending right now, as when a service manager restarts a node."""
 LOOK_SECONDS: Final = 0.05
+REMEDY: Final = "stop that node, or give this one a --node-id of its own"
 
 
 class NodeLock:
@@ -81,5 +82,5 @@ def _in_use(descriptor: int, node_id: str) -> NodeInUseError:
         owner = f" by process {int(os.pread(descriptor, 20, 0))}"
     return NodeInUseError(
         f"the node id {node_id} is already in use on this machine{owner}",
-        remedy="stop that node, or give this one a --node-id of its own",
+        remedy=REMEDY,
     )

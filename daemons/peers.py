@@ -92,6 +92,8 @@ class PeerTable:
         on_down: Callable[[str | None, str], None],
         on_passed_over: Callable[[str, int], None] = lambda node_id, count: None,
     ) -> None:
+        self.on_refused: Callable[[str | None, str], None] | None = None
+        """Told the node id (or None) and why a connection was ended for what the node sent."""
         self._reactor = reactor
         self._local = local
         self._keys: Keys = (lambda: (fleet_key,)) if isinstance(fleet_key, FleetKey) else fleet_key
@@ -373,11 +375,16 @@ class PeerTable:
             expected_node_id=expected,
             on_up=lambda peer: self._up(link, peer),
             on_down=lambda reason: self._down(link, reason),
+            on_refused=lambda reason: self._refused(link, reason),
             on_round_trip=lambda round_trip_ms: self._measured(link, round_trip_ms),
             names=self._names,
         )
         link = _Link(client, seed=expected is None, node_id=node_id)
         self._links.append(link)
+
+    def _refused(self, link: _Link, reason: str) -> None:
+        if self.on_refused is not None:
+            self.on_refused(link.node_id, reason)
 
     def _keys_for(self, address: str) -> Sequence[FleetKey]:
         """The key that a card names for this address first, then the others, the oldest first."""

@@ -1,9 +1,10 @@
-"""Who listens on a port of this machine, as far as one may know."""
+"""Who has a port of this machine, as far as one may know: a process that listens, or a connection that goes through it."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 import psutil
@@ -12,36 +13,53 @@ from kakeya_zmq.io.sockets import parse_address
 from wire.errors import ConfigError, PortInUseError
 
 ROLES: Final = ("primary", "worker", "cache", "dashboard")
+_ENDED: Final = frozenset({psutil.CONN_TIME_WAIT, psutil.CONN_FIN_WAIT1, psutil.CONN_FIN_WAIT2, psutil.CONN_LAST_ACK})
+"""States of a connection whose process has let go of it, when no process has it any more."""
+ENDED: Final = "nobody listens there: a connection that has ended keeps the port for about a minute"
 
 
-def listener(port: int) -> psutil.Process | None:
-    """The process that listens on a TCP port; None when nobody does, or when it belongs to somebody else."""
-    return next((process for process, number in _listeners() if number == port), None)
+@dataclass(frozen=True, slots=True)
+class PortUse:
+    """One socket that has a port. ``process`` is None when it has none any more, or belongs to somebody else."""
+
+    process: psutil.Process | None
+    status: str
+    """As psutil names it: LISTEN, ESTABLISHED, TIME_WAIT, …"""
+
+    @property
+    def listens(self) -> bool:
+        return self.status == psutil.CONN_LISTEN
+
+    @property
+    def ended(self) -> bool:
+        return self.process is None and self.status in _ENDED
 
 
-def _listeners() -> Iterator[tuple[psutil.Process, int]]:
-    """Listening processes that may be looked at, with their ports. macOS tells only those of this user."""
+def port_use(port: int) -> PortUse | None:
+    """What has a TCP port: of several sockets one that listens, else one whose process is known. None: nothing is seen."""
+    uses = [PortUse(process, status) for process, number, status in _sockets() if number == port]
+    return min(uses, key=lambda use: (not use.listens, use.process is None, use.ended), default=None)
+
+
+def _sockets() -> Iterator[tuple[psutil.Process | None, int, str]]:
+    """Sockets that may be looked at, with port and state. macOS tells only those of this user's processes."""
     try:
-        rows = [
-            (row.pid, getattr(row.laddr, "port", 0))
-            for row in psutil.net_connections("tcp")
-            if row.status == psutil.CONN_LISTEN
-        ]
+        rows = [(row.pid, getattr(row.laddr, "port", 0), row.status) for row in psutil.net_connections("tcp")]
     except psutil.AccessDenied:
-        yield from _listeners_one_by_one()
+        yield from _sockets_one_by_one()
         return
-    for pid, port in rows:
+    for pid, port, status in rows:
+        process = None
         with contextlib.suppress(psutil.Error):
-            if pid:
-                yield psutil.Process(pid), port
+            process = psutil.Process(pid) if pid else None
+        yield process, port, status
 
 
-def _listeners_one_by_one() -> Iterator[tuple[psutil.Process, int]]:
+def _sockets_one_by_one() -> Iterator[tuple[psutil.Process | None, int, str]]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             for row in process.net_connections("tcp"):
-                if row.status == psutil.CONN_LISTEN:
-                    yield process, getattr(row.laddr, "port", 0)
+                yield process, getattr(row.laddr, "port", 0), row.status
 
 
 def describe(process: psutil.Process) -> str:
@@ -57,14 +75,26 @@ def describe(process: psutil.Process) -> str:
 
 
 def with_owner(error: PortInUseError) -> PortInUseError:
-    """The same error, naming the process that has the port, where that can be known."""
+    """The same error, naming who has the port, where that can be known."""
     address, separator, rest = error.message.partition(" is already in use")
     try:
         port = parse_address(address.rpartition(" ")[2]).port if separator and not rest else 0
     except ConfigError:
         return error
-    process = listener(port) if port else None
-    if process is None:
+    use = port_use(port) if port else None
+    if use is None:
         return error
-    named = f"{error.message} by {describe(process)}"
-    return PortInUseError(named, remedy=error.remedy)
+    if use.ended:
+        return PortInUseError(f"{error.message}: {ENDED}", remedy="wait a minute, or choose another port")
+    if not use.listens:
+        named = f"{error.message}: nobody listens there, {connection_of(use)} goes through it"
+        remedy = "wait until that ends, or choose another port; docs/operations.md says how to keep ports free"
+        return PortInUseError(named, remedy=remedy)
+    if use.process is None:
+        return error
+    return PortInUseError(f"{error.message} by {describe(use.process)}", remedy=error.remedy)
+
+
+def connection_of(use: PortUse) -> str:
+    """A connection, named after its process."""
+    return f"a connection of {describe(use.process)}" if use.process is not None else "a connection of another user"

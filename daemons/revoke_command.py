@@ -51,7 +51,9 @@ def revoke(node_id: str, *, issuer: str, public_key: str, addresses: Sequence[st
     roster = Roster.load(roster_file) if roster_file.exists() else None
     if roster is not None and not roster.may_revoke(identity.public_key):
         raise _no_administrator(folder.name, roster)
-    key = _key(public_key) if public_key else load_known_nodes(folder).get(node_id)
+    # A node does not note down its own name.
+    known = {**load_known_nodes(folder), folder.name: identity.public_key}
+    key = _key(public_key) if public_key else known.get(node_id)
     if key is None:
         text = f"{folder.name} has never seen {node_id[:64]!r}"
         raise ConfigError(text, remedy="name its key with --public-key (`kakeya key show` on its machine)")

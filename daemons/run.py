@@ -19,7 +19,6 @@ from daemons.port_owner import with_owner
 from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.io.memory import tune_heap
 from kakeya_zmq.io.reactor import Reactor, describe_exception
-from kakeya_zmq.io.threads import tune_threads
 from wire.errors import ConfigError, PortInUseError
 from wire.limits import MIB
 
@@ -114,7 +113,6 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         KakeyaError: it could not start.
     """
     tune_heap()
-    tune_threads()
     if settings.ready_file:
         check_ready_file(settings.ready_file)
     reactor = Reactor()

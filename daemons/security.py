@@ -17,6 +17,7 @@ from kakeya_zmq.io.reactor import Reactor, TimerHandle
 from kakeya_zmq.known_nodes import load_known_nodes, save_known_nodes, taken_out
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.limits import RequestLimiter, RequestLimits
+from kakeya_zmq.roster import Roster
 from wire.cards import Card
 from wire.keys import FleetKey, NodeIdentity
 
@@ -61,6 +62,8 @@ class Security:
         )
         self.identities = IdentityBook((settings.node_id, identity.public_key), load_known_nodes(folder))
         self.audit = AuditLog(folder, monotonic=reactor.clock, wall=time.time)
+        # A roster that was named and is not there would open the fleet; the rest is read and judged there.
+        Roster.load_if_any(Path(settings.roster_file), named=settings.roster_is_named)
         self.entitlement = Entitlement(
             reactor,
             folder=folder,

@@ -58,6 +58,18 @@ class ServiceDefinition:
         return resolve_settings(self.role, self.flags, environment=environment, file=file, defaults=self.defaults)
 
 
+REQUIRED: Final[Mapping[str, Mapping[str, str]]] = {
+    "primary": {"model": "KAKEYA_RUNTIME_MODEL"},
+    "worker": {
+        "node_id": "KAKEYA_WORKER_NODE_ID",
+        "model": "KAKEYA_WORKER_MODEL",
+        "advertise": "KAKEYA_WORKER_ADVERTISE",
+    },
+    "cache": {"node_id": "KAKEYA_CACHE_NODE_ID", "advertise": "KAKEYA_CACHE_ADVERTISE"},
+}
+"""By role: settings that an install script must be told, and its variables for them. They are in every definition."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pinned:
     """A setting that a command line or a definition gives, and the file gives otherwise: ``given`` holds."""

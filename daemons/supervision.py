@@ -8,12 +8,16 @@ taken for a stall, and cannot make a loop of restarts.
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from http import HTTPStatus
+from typing import Any, Final, Protocol
 
 import psutil
 
-from daemons.health import HealthBoard, HealthServer, Liveness
+from daemons.health import HealthBoard, Liveness
+from daemons.health_server import HealthServer
 from daemons.memory import physical_memory_bytes
 from daemons.memory_guard import MemoryGuard, ProcessMemory, memory_levels
 from daemons.node import Node
@@ -26,6 +30,10 @@ from wire.errors import FailureCode, RequestFailed
 LOOK_S_MAX: Final = 5.0
 """How long at most between two looks."""
 LOOKS_PER_STALL: Final = 4
+ASK_S: Final = 0.5
+"""How long a question to the health endpoint waits for a look of its own, before it is answered with the last one."""
+FRESH_S: Final = 0.05
+"""A look so young answers the next question, too: whoever asks without a pause does not keep the reactor's thread busy."""
 
 
 class Runner(Protocol):
@@ -56,6 +64,30 @@ def stalled_s(running: Running | None, *, decoding: bool, limit_s: float, now: f
         return 0.0
     elapsed_s = now - running.since_s
     return elapsed_s if elapsed_s >= limit_s else 0.0
+
+
+class AskingBoard(HealthBoard):
+    """Has the reactor's thread look anew before an answer, which so tells the present and not the watch's last turn.
+
+    A thread that does not turn keeps one question waiting for ``ASK_S``; until it turns again, the last report answers all.
+
+    Args:
+        ask: has the reactor's thread report, and then call what it is given; any thread may call it.
+    """
+
+    def __init__(self, ask: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(clock)
+        self._ask = ask
+        self._looked = threading.Event()
+        self._looked.set()
+
+    def answer(self, path: str) -> tuple[HTTPStatus, dict[str, Any]] | None:
+        """As HealthBoard's; on the thread of the health endpoint."""
+        if self._looked.is_set() and self.age_s() > FRESH_S:
+            looked = self._looked = threading.Event()
+            self._ask(looked.set)
+            looked.wait(ASK_S)
+        return super().answer(path)
 
 
 class Supervisor:
@@ -100,10 +132,10 @@ class Supervisor:
             note=node.note,
         )
         node.sections.append(self.guard.section)
-        self._board = HealthBoard()
+        self._board = AskingBoard(self._look_and_tell)
         self._server: HealthServer | None = None
         if settings.runtime_health_port:
-            self._server = HealthServer(self._board, settings.runtime_health_port)
+            self._server = HealthServer(self._board.answer, settings.runtime_health_port)
         self._interval_s = min(LOOK_S_MAX, settings.memory_poll_s)
         if settings.decode_stall_s > 0:
             self._interval_s = min(self._interval_s, settings.decode_stall_s / LOOKS_PER_STALL)
@@ -131,12 +163,26 @@ class Supervisor:
         if now >= self._guard_at:
             self._guard_at = now + self._settings.memory_poll_s
             self.guard.look()
+        self._report(now)
+
+    def _look_and_tell(self, looked: Callable[[], None]) -> None:
+        def look() -> None:
+            try:
+                self.guard.look()
+                self._report(self._reactor.clock())
+            finally:
+                looked()
+
+        self._reactor.post(look)
+
+    def _report(self, now: float) -> None:
         running, decoding = self._runner.running, self._work.decoding()
         stalled = stalled_s(running, decoding=decoding, limit_s=self._settings.decode_stall_s, now=now)
-        if stalled and not self._stalled:
+        begins = bool(stalled) and not self._stalled
+        if begins:
             self._stalled = f"the model has been in one step for {stalled:.0f} s"
         self._board.put(self._liveness(running, decoding=decoding, now=now), self.guard.section()[1])
-        if stalled:
+        if begins:
             self._node.note("error", f"{self._stalled}: this daemon ends, to be started again")
             remedy = "see --decode-stall-s"
             self._fail(RequestFailed(FailureCode.INTERNAL, self._stalled, remedy=remedy))
@@ -147,4 +193,10 @@ class Supervisor:
         if self._node.state in ("starting", "draining"):
             phase = self._node.state
         step_s = round(max(0.0, now - running.since_s), 1) if running is not None else 0.0
-        return Liveness(phase, os.getpid(), self._work.sessions(), step_s, self._stalled or self._trouble())
+        return Liveness(
+            phase,
+            os.getpid(),
+            self._work.sessions(),
+            step_s,
+            self._stalled or self._trouble() or self._node.descriptors.trouble,
+        )

@@ -18,6 +18,8 @@ from typing import Any, Final
 from wire.errors import ConfigError
 
 BUSY_TIMEOUT_S: Final = 10.0
+_DISK_CODES: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
+"""SQLite's primary result codes for a disk that takes nothing; the file itself may be whole."""
 
 MIGRATIONS: Final[Sequence[str]] = (
     """
@@ -81,6 +83,9 @@ class Database:
             self._migrate(migrations)
         except sqlite3.DatabaseError as error:
             self._connection.close()
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DISK_CODES:
+                remedy = "make room on its disk, or choose another with --state"
+                raise ConfigError(f"the state file {path} cannot be written: {error}", remedy=remedy) from None
             remedy = "move it away to begin anew, or restore it"
             raise ConfigError(f"the state file {path} is damaged or in use: {error}", remedy=remedy) from None
         except BaseException:

@@ -52,6 +52,7 @@ class Speakers:
     Args:
         folder: where first keys are kept; made on first use. In memory only when None.
         roster_file: used where there is such a file.
+        roster_is_named: there must be one.
         paired: node id → key of the nodes that were paired, asked at each :meth:`look`.
 
     Raises:
@@ -63,6 +64,7 @@ class Speakers:
         folder: Path | None = None,
         *,
         roster_file: Path | None = None,
+        roster_is_named: bool = False,
         paired: Callable[[], Mapping[str, bytes]] = _nobody_paired,
     ) -> None:
         self.rebound: Callable[[str], None] = lambda node_id: None
@@ -73,8 +75,8 @@ class Speakers:
         self._paired = paired()
         self._roster: Roster | None = None
         self._roster_seen = _look(roster_file)
-        if roster_file is not None and self._roster_seen is not None:
-            self._roster = Roster.load(roster_file)
+        if roster_file is not None:
+            self._roster = Roster.load_if_any(roster_file, named=roster_is_named)
         self._file_seen = _look(self._file)
         known = load_known_nodes(folder) if folder is not None else {}
         self._written = set(known)
@@ -210,7 +212,10 @@ def speakers_of(
     beside = Path(psk_file).expanduser().parent if psk_file else home
     roster_file = os.environ.get("KAKEYA_ROSTER_FILE", "")
     return Speakers(
-        home / FOLDER, roster_file=Path(roster_file).expanduser() if roster_file else beside / ROSTER_FILE, paired=paired
+        home / FOLDER,
+        roster_file=Path(roster_file).expanduser() if roster_file else beside / ROSTER_FILE,
+        roster_is_named=bool(roster_file),
+        paired=paired,
     )
 
 

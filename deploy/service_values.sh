@@ -39,6 +39,10 @@ name_the_dashboard() {
     export KAKEYA_NETWORK_BUS="${KAKEYA_NETWORK_BUS:-${KAKEYA_DASHBOARD_BUS:-}}"
     export KAKEYA_NETWORK_STATE="${KAKEYA_NETWORK_STATE:-${KAKEYA_DASHBOARD_STATE:-}}"
     if [ -n "$bind" ]; then
+        case "$bind" in
+            ?*:*[0-9]) ;;
+            *) refuse "KAKEYA_DASHBOARD_BIND is not an address: write host:port, for example 127.0.0.1:8090" ;;
+        esac
         export KAKEYA_NETWORK_HTTP_HOST="${KAKEYA_NETWORK_HTTP_HOST:-${bind%:*}}"
         export KAKEYA_NETWORK_HTTP_PORT="${KAKEYA_NETWORK_HTTP_PORT:-${bind##*:}}"
     fi

@@ -123,6 +123,11 @@ class Settings:
     def cache_bytes(self) -> int:
         return int(self.cache_gb * GIB)
 
+    @property
+    def roster_is_named(self) -> bool:
+        """Whether somebody wrote where the roster is: another place than the usual one, where there need be none."""
+        return self.roster_file != _usual_roster(self.fleet_psk_file)
+
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSettings:
@@ -167,14 +172,21 @@ def resolve_settings(
     values["fleet_psk_file"] = values["fleet_psk_file"] or str(home / "fleet.psk")
     beside = Path(values["fleet_psk_file"]).parent
     values["tenant_key_file"] = values["tenant_key_file"] or str(beside / "tenants" / f"{values['tenant_id']}.key")
-    values["roster_file"] = values["roster_file"] or str(beside / "fleet.toml")
+    values["roster_file"] = values["roster_file"] or _usual_roster(values["fleet_psk_file"])
     values["bind"] = values["bind"] or f"127.0.0.1:{DEFAULT_PORTS[role]}"
     if not values["node_id"]:
         values["node_id"] = _default_node_id(role, (host_name or socket.gethostname)())
+    if origins["cache_min_gb"] in ("default", "service default"):
+        # Nobody asked for this floor: it gives way to a smaller store that somebody asked for.
+        values["cache_min_gb"] = min(values["cache_min_gb"], values["cache_gb"])
     _check_names(values)
     _check_together(values)
     assert {f.name for f in fields(Settings)} == set(values)
     return ResolvedSettings(Settings(**values), origins)
+
+
+def _usual_roster(psk_file: str) -> str:
+    return str(Path(psk_file).parent / "fleet.toml")
 
 
 def _default_node_id(role: str, host_name: str) -> str:
@@ -202,12 +214,15 @@ def _check_together(values: Mapping[str, Any]) -> None:
     if values["role"] == "primary" and values["prefill_policy"] == "remote-required" and not values["enable_prefill_cache"]:
         raise ConfigError(
             "prefill_policy remote-required needs the fleet, and the prefill cache is off",
-            remedy="add --enable-prefill-cache",
+            remedy="leave the policy out (KAKEYA_PREFILL_POLICY, prefill_policy), or add --enable-prefill-cache",
         )
     interval_s, ttl_s = values["gossip_interval_s"], values["ttl_seconds"]
     if ttl_s <= interval_s:
         text = f"ttl_seconds {ttl_s:g} is not longer than gossip_interval_s {interval_s:g}: nodes would come and go"
         raise ConfigError(text, remedy="a few intervals, for example ten")
+    if values["adaptive_cache"] and values["cache_min_gb"] > values["cache_gb"]:
+        text = f"cache_min_gb {values['cache_min_gb']:g} is larger than cache_gb {values['cache_gb']:g}"
+        raise ConfigError(text, remedy="lower --cache-min-gb or raise --cache-gb")
     levels = [values[f"memory_{level}_gb"] for level in ("warning", "drain", "unhealthy")]
     if levels != sorted(levels):
         text = f"memory_warning_gb, memory_drain_gb and memory_unhealthy_gb are {levels[0]:g}, {levels[1]:g}, {levels[2]:g}"

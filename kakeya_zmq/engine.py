@@ -99,14 +99,10 @@ class BeginImport:
 
     AddParts then brings the parts as they arrive. An import that is begun anew, or followed by any other command than
     AddParts and FinishImport, is forgotten. Answered by ImportAdvanced.
-
-    ``next_token``: the token that a Decode right after the import is expected to begin with. An engine may prepare its first
-    step while parts are still on their way; it changes no result, whatever comes instead of that Decode.
     """
 
     session_id: str
     position: int
-    next_token: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

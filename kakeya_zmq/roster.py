@@ -18,6 +18,7 @@ each under its key and in its roles.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -110,6 +111,20 @@ class Roster:
             text = " ".join(str(error).split())[:120]
             raise ConfigError(f"the roster {path} is not TOML: {text}") from None
         return cls.parse(document)
+
+    @classmethod
+    def load_if_any(cls, path: Path, *, named: bool) -> Roster | None:
+        """Read it where there is one; without, every holder of the PSK belongs to the fleet.
+
+        Args:
+            named: somebody wrote this path: then there must be one. A slip of the pen must not open the fleet.
+
+        Raises:
+            ConfigError: see :meth:`load`; or it was named and is not there.
+        """
+        if named or os.path.lexists(path):
+            return cls.load(path)
+        return None
 
     @classmethod
     def parse(cls, document: Mapping[str, Any]) -> Roster:

@@ -112,6 +112,10 @@ class NodeInUseError(ConfigError):
     """Another process of this machine runs the node."""
 
 
+class FleetBusyError(ConfigError):
+    """Another command is starting the fleet of this home, or one that was killed has left a part of it running."""
+
+
 class CapacityError(KakeyaError):
     """A bounded resource is full: store, queue, sessions, jobs."""
 

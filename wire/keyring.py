@@ -19,12 +19,10 @@ from typing import Final
 
 from wire.errors import ConfigError, SecretFileError
 from wire.keys import (
-    ABSENT_FLEET_KEY,
     KEY_RING_HEADER,
-    PSK_BYTES_MIN,
     FleetKey,
     key_ring_end,
-    read_secret_file,
+    read_fleet_key_file,
     split_keys,
     write_secret_file,
 )
@@ -54,7 +52,7 @@ class KeyRing:
         Raises:
             SecretFileError: the file or one of its keys cannot be used (see :func:`wire.keys.read_secret_file`).
         """
-        data = read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key", absent=ABSENT_FLEET_KEY)
+        data = read_fleet_key_file(path)
         try:
             return cls(tuple(map(FleetKey, split_keys(data))))
         except ConfigError as error:

@@ -46,6 +46,14 @@ ABSENT_FLEET_KEY: Final = (
     "the first machine of a fleet makes it with `kakeya key new`; copy it from there, or pass the right path"
 )
 
+DAMAGED_KEY: Final = "copy it again from where it works, or remove it and make a new one"
+DAMAGED_FLEET_KEY: Final = "copy it again from a machine where it works, or remove it and run `kakeya key new`"
+_DAMAGED_TELEMETRY_KEY: Final = "run `kakeya key telemetry` where the fleet key is, and copy it from there"
+_DAMAGED_TENANT_KEY: Final = "put a copy of it back, or remove it: a new one is made, which other machines do not know"
+_DAMAGED_IDENTITY: Final = (
+    "put its own backup back; or remove it with the node stopped, and run `kakeya key forget NODE` on the other machines"
+)
+
 _PERSON_KEY_ID: Final = b"kz key id"
 _PERSON_LONG_PSK: Final = b"kz long psk"
 _PERSON_TELEMETRY_SEAL: Final = b"kz telemetry sea"
@@ -70,7 +78,9 @@ class Purpose(StrEnum):
 # --- secret files ------------------------------------------------------------------------------------------------
 
 
-def read_secret_file(path: Path, *, minimum_bytes: int, what: str, absent: str = ABSENT_KEY) -> bytes:
+def read_secret_file(
+    path: Path, *, minimum_bytes: int, what: str, absent: str = ABSENT_KEY, damaged: str = DAMAGED_KEY
+) -> bytes:
     """Read a secret, without outer whitespace, from a file that only its owner can read.
 
     The checks are made on the opened file, not on the name, so the file can't be swapped between check and use. Whoever may
@@ -82,6 +92,7 @@ def read_secret_file(path: Path, *, minimum_bytes: int, what: str, absent: str =
         minimum_bytes: fewest bytes that count as a secret.
         what: what it holds, for the error line, e.g. "fleet key".
         absent: the remedy when there is no file.
+        damaged: the remedy when it is empty or too short.
 
     Raises:
         SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, owned by
@@ -112,8 +123,18 @@ def read_secret_file(path: Path, *, minimum_bytes: int, what: str, absent: str =
     data = data.strip()
     if len(data) < minimum_bytes:
         state = "is empty" if not data else f"holds {len(data)} bytes, fewer than {minimum_bytes}"
-        raise SecretFileError(f"the {what} file {path} {state}", remedy="generate a new secret")
+        raise SecretFileError(f"the {what} file {path} {state}", remedy=damaged)
     return data
+
+
+def read_fleet_key_file(path: Path) -> bytes:
+    """The text of a file with one PSK or several.
+
+    Raises:
+        SecretFileError: see :func:`read_secret_file`.
+    """
+    remedies = {"absent": ABSENT_FLEET_KEY, "damaged": DAMAGED_FLEET_KEY}
+    return read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key", **remedies)
 
 
 def _check_secret_file(status: os.stat_result, path: Path, what: str) -> None:
@@ -200,7 +221,7 @@ def _sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _load_or_create_hex(path: Path, what: str) -> bytes:
+def _load_or_create_hex(path: Path, what: str, damaged: str) -> bytes:
     """32 random bytes kept as hexadecimal text."""
     if not path.exists():
         # Lost the race against another process that creates it: use that one.
@@ -209,18 +230,17 @@ def _load_or_create_hex(path: Path, what: str) -> bytes:
         except ConfigError:
             if not path.exists():
                 raise
-    remedy = "put a copy of it back, or remove it: a new one is made, which other machines do not know"
-    return _read_hex(path, what, remedy)
+    return _read_hex(path, what, damaged)
 
 
-def _read_hex(path: Path, what: str, remedy: str = "") -> bytes:
-    text = read_secret_file(path, minimum_bytes=2 * KEY_BYTES, what=what)
+def _read_hex(path: Path, what: str, damaged: str) -> bytes:
+    text = read_secret_file(path, minimum_bytes=2 * KEY_BYTES, what=what, damaged=damaged)
     try:
         data = bytes.fromhex(text.decode("ascii"))
     except ValueError:
         data = b""
     if len(data) != KEY_BYTES:
-        raise SecretFileError(f"the {what} file {path} does not hold {2 * KEY_BYTES} hexadecimal digits", remedy=remedy)
+        raise SecretFileError(f"the {what} file {path} does not hold {2 * KEY_BYTES} hexadecimal digits", remedy=damaged)
     return data
 
 
@@ -231,7 +251,7 @@ def load_or_create_tenant_key(path: Path) -> bytes:
         SecretFileError: the file is not a proper secret file (see :func:`read_secret_file`).
         ConfigError: it cannot be created.
     """
-    return _load_or_create_hex(path, "tenant key")
+    return _load_or_create_hex(path, "tenant key", _DAMAGED_TENANT_KEY)
 
 
 # --- key tree --------------------------------------------------------------------------------------------------------
@@ -275,7 +295,7 @@ class TelemetryKey:
         Raises:
             SecretFileError: see :func:`read_secret_file`.
         """
-        return cls(_read_hex(path, "telemetry key"))
+        return cls(_read_hex(path, "telemetry key", _DAMAGED_TELEMETRY_KEY))
 
     def to_text(self) -> bytes:
         """What its file holds: hexadecimal digits."""
@@ -319,7 +339,7 @@ class FleetKey:
         Raises:
             SecretFileError: see :func:`read_secret_file`.
         """
-        data = read_secret_file(path, minimum_bytes=PSK_BYTES_MIN, what="fleet key", absent=ABSENT_FLEET_KEY)
+        data = read_fleet_key_file(path)
         try:
             return cls(split_keys(data)[-1])
         except ConfigError as error:
@@ -446,7 +466,7 @@ class NodeIdentity:
             SecretFileError: the file is not a proper secret file (see :func:`read_secret_file`).
             ConfigError: it cannot be created.
         """
-        return cls(_load_or_create_hex(path, "identity key"))
+        return cls(_load_or_create_hex(path, "identity key", _DAMAGED_IDENTITY))
 
     def sign(self, data: bytes) -> bytes:
         """64-byte Ed25519 signature."""

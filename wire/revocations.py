@@ -74,7 +74,20 @@ def open_revocation(data: bytes) -> Revocation:
         RemoteProtocolError: oversize or malformed.
         AuthenticationError: the signature does not hold.
     """
-    signed = decode_bounded(_SIGNED, data, limits.REVOCATION_BYTES_MAX, "revocation")
-    revocation = decode_bounded(_STATEMENT, signed.statement, limits.REVOCATION_BYTES_MAX, "revocation")
+    signed, revocation = _read(data)
     NodeIdentity.verify(revocation.issuer_public_key, _CONTEXT + signed.statement, signed.signature)
     return revocation
+
+
+def claimed_revocation(data: bytes) -> Revocation:
+    """What a revocation says, its signature unchecked: a hundredth of the work of :func:`open_revocation`.
+
+    Raises:
+        RemoteProtocolError: oversize or malformed.
+    """
+    return _read(data)[1]
+
+
+def _read(data: bytes) -> tuple[_Signed, Revocation]:
+    signed = decode_bounded(_SIGNED, data, limits.REVOCATION_BYTES_MAX, "revocation")
+    return signed, decode_bounded(_STATEMENT, signed.statement, limits.REVOCATION_BYTES_MAX, "revocation")

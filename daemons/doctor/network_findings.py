@@ -14,6 +14,7 @@ from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.doctor.network import MACOS_NO_ROUTE, NodeView, Reach
 from kakeya_zmq.compat import TENANT_KEY_ID, Compatibility
 from kakeya_zmq.decode_worker.values import WorkerState
+from kakeya_zmq.io.connections import REFUSED_WRONG_PSK
 from wire.errors import FailureCode, RequestFailed
 
 SKEW_WARNING_MS: Final = 5_000.0
@@ -61,6 +62,7 @@ def judge_nodes(views: Sequence[NodeView]) -> Iterator[Finding]:
         yield from _decode_worker(view)
         yield from _clocks(view)
         yield from _links(view)
+        yield from _refusals(view)
     yield from _one_way(views)
     yield from _namespaces(views)
     yield from _versions(views)
@@ -129,6 +131,14 @@ def _links(view: NodeView) -> Iterator[Finding]:
                 continue
         if state == CONNECTED:
             yield ok("links", told)
+
+
+def _refusals(view: NodeView) -> Iterator[Finding]:
+    count = view.sections.get("refusals", {}).get(REFUSED_WRONG_PSK)
+    if isinstance(count, int) and count > 0:
+        text = f"{view.node_id} has refused connections with another fleet key since its start: {count}"
+        remedy = "if a node of yours is missing, copy fleet.psk to its machine (scp -p); `kakeya key show` tells the key ids"
+        yield warning("keys", text, remedy)
 
 
 def _one_way(views: Sequence[NodeView]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from daemons.doctor.finding import Finding, ok, problem
 from daemons.doctor.site import Site
-from daemons.port_owner import describe, listener
+from daemons.port_owner import ENDED, PortUse, connection_of, describe, port_use
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.errors import ConfigError
 
@@ -37,14 +37,24 @@ def examine_port(role: str, address: Address, ours: set[int], flag: str = "--bin
         return problem(
             "ports", f"{role}: {address} cannot be bound on this machine", "check --bind; 0.0.0.0 means everywhere"
         )
-    owner = listener(address.port)
-    if owner is None:
-        text = f"{role}: {address} is taken by a process that this user may not look at"
-        return problem("ports", text, f"find it with: sudo lsof -nP -iTCP:{address.port} -sTCP:LISTEN")
-    told = describe(owner)
-    if owner.pid in ours or told.startswith("a kakeya "):
-        return ok("ports", f"{role}: {address} is served by {told}")
-    return problem("ports", f"{role}: {address} is taken by {told}", f"stop it, or choose another port with {flag}")
+    return judge_use(f"{role}: {address}", address.port, port_use(address.port), ours, flag)
+
+
+def judge_use(what: str, port: int, use: PortUse | None, ours: set[int], flag: str) -> Finding:
+    """What it means that a port is taken; ``what`` names role and address."""
+    if use is None or (use.listens and use.process is None):
+        text = f"{what} is taken by {'something' if use is None else 'a process'} that this user may not look at"
+        waiting = "" if use is not None else "; when that shows nothing, a connection has just ended: wait a minute"
+        return problem("ports", text, f"find it with: sudo lsof -nP -iTCP:{port}{waiting}")
+    if use.ended:
+        return problem("ports", f"{what} is taken: {ENDED}", f"wait a minute, or choose another port with {flag}")
+    if not use.listens or use.process is None:
+        remedy = f"wait until that ends, or choose another port with {flag}; docs/operations.md says how to keep ports free"
+        return problem("ports", f"{what} is taken: nobody listens there, {connection_of(use)} goes through it", remedy)
+    told = describe(use.process)
+    if use.process.pid in ours or told.startswith("a kakeya "):
+        return ok("ports", f"{what} is served by {told}")
+    return problem("ports", f"{what} is taken by {told}", f"stop it, or choose another port with {flag}")
 
 
 def try_to_bind(address: Address) -> int:

@@ -14,6 +14,7 @@ from typing import Final
 from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.service_definitions import (
     AGENTS,
+    REQUIRED,
     UNITS,
     agents_folder,
     definition_files,
@@ -50,7 +51,9 @@ def judge_definition(path: Path) -> Iterator[Finding]:
     for each in pinned:
         flag = "--" + each.name.replace("_", "-")
         text = f"{path.stem} runs with {flag} {shown(each.given)}, and the configuration file says {shown(each.in_file)}"
-        remedy = f"install it again without the variable for {flag}, or take {each.name} out of {service.config_file}"
+        variable = REQUIRED[service.role].get(each.name)
+        again = f"with its value in {variable}" if variable else f"without the variable for {flag}"
+        remedy = f"take {each.name} out of {service.config_file}, or install it again {again}"
         yield warning("services", text, remedy)
 
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from daemons.doctor.finding import Finding, ok, problem
+from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.doctor.ports import examine_port
 from daemons.doctor.site import Site
 from daemons.engine_host import parse_assertions
-from daemons.health import HOST
+from daemons.health_server import HOST
 from daemons.memory import physical_memory_bytes
 from daemons.memory_guard import memory_levels
-from daemons.own_addresses import can_be_reached
+from daemons.own_addresses import can_be_reached, look_up
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.known_nodes import load_known_nodes
@@ -70,10 +70,10 @@ def _node_folders(home: Path) -> list[Path]:
 
 
 def _state(site: Site) -> Iterator[Finding]:
-    rosters = {settings.roster_file for settings in site.settings.values()}
-    for roster in sorted(Path(text) for text in rosters if Path(text).exists()):
+    rosters = {(settings.roster_file, settings.roster_is_named) for settings in site.settings.values()}
+    for roster, named in sorted(rosters):
         try:
-            Roster.load(roster)
+            Roster.load_if_any(Path(roster), named=named)
         except ConfigError as error:
             yield _refused(error, "repair it: docs/security.md has an example")
     for folder in _node_folders(site.home):
@@ -121,6 +121,9 @@ def _advertised(role: str, settings: Settings) -> Iterator[Finding]:
     if not can_be_reached(host):
         text = f"{role}: it advertises {settings.advertise}, where nobody can reach it"
         yield problem("start", text, "--advertise is the address that other machines use; --bind may be 0.0.0.0")
+    elif host not in look_up([host]):
+        text = f"{role}: the host name in --advertise {settings.advertise} has no address here: it is not announced"
+        yield warning("start", text, "write an IP address, or see that this machine can look the name up")
 
 
 def _weights_bytes(settings: Settings) -> int:

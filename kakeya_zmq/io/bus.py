@@ -24,9 +24,10 @@ from typing import Final
 import zmq
 
 from kakeya_zmq.io.connections import CONNECTIONS_MAX, ConnectionGuard
+from kakeya_zmq.io.incoming import MessageReader
 from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
 from kakeya_zmq.io.names import Dialling, Names
-from kakeya_zmq.io.reactor import Reactor, receive_frames
+from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, create_socket
 from kakeya_zmq.io.sockets import bind as bind_socket
 from kakeya_zmq.protocol.session import LocalNode
@@ -88,6 +89,7 @@ class Publisher:
         self._closed = False
         self._domain = f"bus/{secrets.token_hex(8)}"
         self._socket = create_socket(reactor.context, zmq.XPUB, BUS_PUB)
+        self._incoming = MessageReader(self._socket)
         self._socket.setsockopt(zmq.XPUB_MANUAL, 1)
         curve = fleet_key.curve_bus()
         reactor.gate.allow_curve(self._domain, {curve.public})
@@ -153,10 +155,11 @@ class Publisher:
         self._reactor.gate.forget(self._domain)
 
     def _on_readable(self) -> None:
-        frame, more = self._receive_subscription()
+        message = self._incoming.receive()
+        frame = message.first
         if _sent_by_peer(frame):
             self._connections.prove(frame)
-        topic = _TOPIC_FRAMES.get(frame.bytes[1:2]) if len(frame) == 2 and not more else None
+        topic = _TOPIC_FRAMES.get(frame.bytes[1:2]) if len(frame) == 2 and not message.others else None
         if topic is None or frame.bytes[0] not in (_SUBSCRIBE, _UNSUBSCRIBE):
             self.counters["subscriptions_refused"] += 1
             self._tell("a subscription to something else than a topic of the bus")
@@ -171,15 +174,6 @@ class Publisher:
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
         if self._on_subscribed is not None:
             self._on_subscribed(topic)
-
-    def _receive_subscription(self) -> tuple[zmq.Frame, bool]:
-        """The first frame of one message, with what libzmq knows of it, and whether there were more."""
-        frame = self._socket.recv(zmq.DONTWAIT, copy=False)
-        more = False
-        while self._socket.getsockopt(zmq.RCVMORE):
-            self._socket.recv(zmq.DONTWAIT)
-            more = True
-        return frame, more
 
     def _rejected(self, reason: str) -> None:
         self.counters["handshakes_rejected"] += 1
@@ -245,6 +239,7 @@ class Subscriber:
         """What was asked for, and the IP address of it that was connected to, as soon as there is one."""
         self._closed = False
         self._socket = create_socket(reactor.context, zmq.SUB, BUS_SUB)
+        self._incoming = MessageReader(self._socket)
         for topic in self._orders:
             self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
         self._monitor = SocketMonitor(reactor, self._socket, SERVER_EVENTS, self._on_link_event)
@@ -307,7 +302,7 @@ class Subscriber:
 
     def _on_readable(self) -> None:
         try:
-            message = self._open(receive_frames(self._socket))
+            message = self._open(list(self._incoming.receive().frames))
         except AuthenticationError:
             self.counters["unauthentic"] += 1  # sealed with another key: dropped, as a member can't have meant it for us
             return

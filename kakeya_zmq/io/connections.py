@@ -163,6 +163,11 @@ class ConnectionGuard:
             self._unproven[descriptor] = True
             self._keep_bounds(descriptor)
 
+    def cut(self, connection: Connection, reason: str) -> None:
+        """End a connection for what came over it; one that has ended already is nobody's any more."""
+        if not self._closed and self._known.get(connection.descriptor) is connection:
+            self._cut(connection.descriptor, reason)
+
     def close(self) -> None:
         """Stop watching; call it before the watched socket is closed. Idempotent."""
         if self._closed:

@@ -20,10 +20,11 @@ from typing import Final, TypeAlias, assert_never
 
 import zmq
 
+from kakeya_zmq.io.incoming import OVERLONG, MessageReader
 from kakeya_zmq.io.monitor import CLIENT_EVENTS, LinkEvent, SocketMonitor
 from kakeya_zmq.io.names import REASONS as NAME_REASONS
 from kakeya_zmq.io.names import Dialling, Names
-from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_exception, receive_frames
+from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_exception
 from kakeya_zmq.io.sockets import CONTROL_CLIENT, Address, apply_curve_client, create_socket
 from kakeya_zmq.protocol import session as machine
 from kakeya_zmq.protocol.effects import Tick
@@ -47,6 +48,8 @@ REJECTIONS_OF_A_KNOWN_PEER: Final = 3
 REJECTIONS_OF_A_STRANGER: Final = 2
 """The same of one that never did; libzmq tries again within a fraction of a second."""
 NOT_A_NODE: Final = "what answers at this address is not a node of this fleet"
+ABANDONED_S: Final = 60.0
+"""How long a server is left alone that broke the rules of the transport."""
 PAUSED: Final = "it takes the connection but does not answer: paused or overloaded"
 NOBODY_THERE: Final = "nothing answers at this address"
 
@@ -112,6 +115,7 @@ class ControlClient:
         expected_node_id: refuse any other node there.
         identities: which key belongs to which node id; a book of its own when None.
         on_up: called with the peer each time a session is established.
+        on_refused: told why a connection was ended for what the server sent.
         on_round_trip: called with each measured round trip, in ms.
         names: looks up the host of ``address``, where it is a name, each time the connection is opened.
         on_down: called with one line each time a session ends, and when a first or repeated attempt fails for a new reason.
@@ -128,6 +132,7 @@ class ControlClient:
         identities: IdentityBook | None = None,
         on_up: Callable[[PeerInfo], None] | None = None,
         on_down: Callable[[str], None] | None = None,
+        on_refused: Callable[[str], None] | None = None,
         on_round_trip: Callable[[float], None] | None = None,
         names: Names | None = None,
     ) -> None:
@@ -140,8 +145,8 @@ class ControlClient:
         self.round_trip_ms: float | None = None
         """Moving average of the round trip, None until measured."""
         self.counters: Counter[str] = Counter()
-        """``sessions``, ``sockets``, ``handshakes_rejected``, ``late_replies``, ``frames_dropped``, ``callback_errors``; of
-        the host's own traffic, pings aside: ``requests``, ``updates``, ``cancels``, ``answers``."""
+        """``sessions``, ``sockets``, ``handshakes_rejected``, ``rules_broken``, ``late_replies``, ``frames_dropped``,
+        ``callback_errors``; of the host's own traffic, pings aside: ``requests``, ``updates``, ``cancels``, ``answers``."""
         self._keys: Keys = (lambda: (fleet_key,)) if isinstance(fleet_key, FleetKey) else fleet_key
         self._fleet_key = self._keys()[0]
         self._tried = 0
@@ -151,6 +156,7 @@ class ControlClient:
         self._dialling = Dialling(reactor, address.host, names or Names(reactor))
         self._on_up = on_up
         self._on_down = on_down
+        self._on_refused = on_refused
         self._on_round_trip = on_round_trip
         self._when_idle: Callable[[], None] | None = None
         self._session = ClientSession(
@@ -450,7 +456,20 @@ class ControlClient:
     def _on_readable(self) -> None:
         if self._socket is None:
             raise zmq.Again
-        self._feed(machine.FramesReceived(tuple(receive_frames(self._socket))))
+        # What is left of a message that is too long goes with the socket, whose owner need not read it for that.
+        message = MessageReader(self._socket).receive()
+        if message.overlong:
+            self._abandon(OVERLONG)
+        else:
+            self._feed(machine.FramesReceived(message.frames))
+
+    def _abandon(self, reason: str) -> None:
+        """The server sends what no node of ours does: have none of it for a while."""
+        self.counters["rules_broken"] += 1
+        if self._on_refused is not None:
+            on_refused = self._on_refused
+            self._guarded(lambda: on_refused(reason))
+        self._feed(machine.Abandon(reason, ABANDONED_S))
 
     def _on_link_event(self, event: LinkEvent) -> None:
         match event:

@@ -20,7 +20,8 @@ from typing import Final, TypeVarTuple, assert_never
 import zmq
 
 from kakeya_zmq.io.connections import CONNECTIONS_MAX, Connection, ConnectionGuard
-from kakeya_zmq.io.reactor import FRAMES_MAX, EffectQueue, Reactor, TimerHandle, describe_exception
+from kakeya_zmq.io.incoming import OVERLONG, Incoming, MessageReader
+from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_exception
 from kakeya_zmq.io.sockets import CONTROL_SERVER, Address, apply_curve_server, bind, create_socket
 from kakeya_zmq.protocol import session as machine
 from kakeya_zmq.protocol.effects import Tick
@@ -192,6 +193,7 @@ class ControlServer:
         self._flush_timer: TimerHandle | None = None
         self._closed = False
         self._socket = create_socket(reactor.context, zmq.ROUTER, CONTROL_SERVER)
+        self._incoming = MessageReader(self._socket)
         self._connections = ConnectionGuard(
             reactor, self._socket, on_refused=self._count_refusal, connections_max=connections_max
         )
@@ -273,20 +275,30 @@ class ControlServer:
     # --- the machine ------------------------------------------------------------------------------------------------
 
     def _on_readable(self) -> None:
-        first = self._socket.recv(zmq.DONTWAIT, copy=False)
-        frames: list[bytes] = []
-        while self._socket.getsockopt(zmq.RCVMORE):
-            frame = self._socket.recv(zmq.DONTWAIT)
-            if len(frames) < FRAMES_MAX:  # more is malformed, and need not be kept to see that
-                frames.append(frame)
+        message = self._incoming.receive()
+        if message.overlong:
+            self._cut(message)
+            return
+        first = message.first
         route = first.bytes
-        self._feed(machine.RouterFrames(route, tuple(frames)))
+        self._feed(machine.RouterFrames(route, message.others))
         # Being behind the transport's handshake proves little: every member gets there, as often as it likes.
         peer = self._sessions.peer_on(route)
         if peer is None:
             self._connections.prove(first, wholly=False)
         elif peer.session_id not in self._used and (connection := self._connections.prove(first)) is not None:
             self._used[peer.session_id] = connection
+
+    def _cut(self, message: Incoming) -> None:
+        """End the connection of a message that has no end: each one that follows costs a handshake."""
+        peer = self._sessions.peer_on(message.first.bytes)
+        connection = self._used.get(peer.session_id) if peer is not None else None
+        if connection is None:
+            connection = self._connections.prove(message.first, wholly=False)
+            if connection in self._used.values():
+                connection = None  # it has ended, and its descriptor is another one's by now
+        if connection is not None:
+            self._connections.cut(connection, OVERLONG)
 
     def _feed(self, event: machine.ServerEvent) -> None:
         if self._closed:

@@ -1,9 +1,11 @@
-"""The bound on open files of this process: systems start programs with few (256 on macOS, 1,024 on Linux)."""
+"""The open files of this process and their bound: systems start programs with few (256 on macOS, 1,024 on Linux)."""
 
 from __future__ import annotations
 
 import sys
 from typing import Final
+
+import psutil
 
 if sys.platform != "win32":
     import resource
@@ -38,3 +40,17 @@ def raise_descriptor_limit() -> int:
             continue  # more than this system allows: try less
         return wanted
     return soft
+
+
+def descriptors_open() -> int | None:
+    """How many descriptors this process has open; None where the system does not say.
+
+    Raises:
+        OSError: looking takes a descriptor on this system, and none is free.
+    """
+    if sys.platform == "win32":
+        return None
+    try:
+        return psutil.Process().num_fds()
+    except psutil.Error:
+        return None

@@ -17,7 +17,7 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kakeya_zmq.io.reactor import Reactor, receive_frames
+from kakeya_zmq.io.reactor import Reactor
 
 
 class LinkEvent(Enum):
@@ -107,7 +107,7 @@ class ConnectionWatch:
         """Take note of what has happened; call it when ``pair`` is readable."""
         with contextlib.suppress(zmq.Again):
             while True:
-                message = parse_monitor_message(receive_frames(self.pair))
+                message = parse_monitor_message(self.pair.recv_multipart(zmq.DONTWAIT))
                 connection = message["value"]
                 match message["event"]:
                     case zmq.Event.ACCEPTED | zmq.Event.CONNECTED:
@@ -160,7 +160,7 @@ class SocketMonitor:
         self._reactor.close_socket(self._pair)
 
     def _on_readable(self) -> None:
-        frames = receive_frames(self._pair)
+        frames = self._pair.recv_multipart(zmq.DONTWAIT)
         event = _EVENTS.get(parse_monitor_message(frames)["event"]) if len(frames) == 2 else None
         if event is not None:
             self._on_event(event)

@@ -12,7 +12,8 @@ Theory of operation
     triggered, so what a turn leaves behind is found by the next one.
 
     An ``on_readable`` callback takes exactly one message with ``zmq.DONTWAIT``; it is called again until it raises
-    ``zmq.Again`` or has had :data:`MESSAGES_PER_TURN` messages.
+    ``zmq.Again`` or has had :data:`MESSAGES_PER_TURN` messages. A message that has no end is taken in slices
+    (:mod:`kakeya_zmq.io.incoming`).
 
     A poller loop, not asyncio: the asyncio wrapper was measured at a quarter of the request rate, and has a history of
     lost wake-ups and of messages lost to cancelled receives (pyzmq#1203, pyzmq#1085, pyzmq#1925).
@@ -50,26 +51,10 @@ POLL_SECONDS_MAX: Final = 60.0
 """The loop turns at least this often, so that a stepping clock cannot make it sleep for ever."""
 DUE_AGAIN_SECONDS: Final = 0.001
 """A deadline source that is still due after it acted is asked again after this time, so that it cannot spin the loop."""
-FRAMES_MAX: Final = 16
-"""Frames of one message that are kept; no layout of this project has more than five."""
 
 _Result = TypeVar("_Result")
 _Effect = TypeVar("_Effect")
 _log = logging.getLogger(__name__)
-
-
-def receive_frames(socket: zmq.Socket[bytes], frames_max: int = FRAMES_MAX) -> list[bytes]:
-    """Take one message without waiting. Frames beyond ``frames_max + 1`` are dropped: enough to be seen as malformed.
-
-    Raises:
-        zmq.Again: there is none.
-    """
-    frames = [socket.recv(zmq.DONTWAIT)]
-    while socket.getsockopt(zmq.RCVMORE):
-        frame = socket.recv(zmq.DONTWAIT)
-        if len(frames) <= frames_max:
-            frames.append(frame)
-    return frames
 
 
 def describe_exception(error: BaseException) -> str:

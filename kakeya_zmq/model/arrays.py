@@ -66,8 +66,5 @@ def blank(shape: tuple[int, ...], name: str) -> Any:
 
 
 def finish(array: Any, name: str) -> Any:
-    """A :func:`blank` array in its own type: the bits are shared, not copied, and may be filled in later.
-
-    An object of its own, because caches assign to slices of their arrays, and MLX then makes the *object* mean the result.
-    """
-    return array.view(mx.bfloat16) if name == "bfloat16" else array.reshape(array.shape)
+    """A filled :func:`blank` array in its own type (the bits are shared, not copied)."""
+    return array.view(mx.bfloat16) if name == "bfloat16" else array

@@ -58,7 +58,7 @@ from kakeya_zmq.engine import (
 from kakeya_zmq.model import undo
 from kakeya_zmq.model.adapters import ROWS_ADAPTERS, leaves
 from kakeya_zmq.model.layout import CacheLayout
-from kakeya_zmq.model.rebuild import PreparedStep, Rebuild
+from kakeya_zmq.model.rebuild import Rebuild
 from kakeya_zmq.model.sampling import TokenSampler, check_sampling
 from wire.errors import ConfigError, InvalidInput, KakeyaError
 from wire.limits import TEXT_CHARACTERS_MAX
@@ -84,8 +84,6 @@ class _Session:
     """Positions whose window rows a taken-back step has overwritten, though the caches count them as held."""
     rebuild: Rebuild | None = None
     """The import that was begun and not finished."""
-    first_step: PreparedStep | None = None
-    """The step that was prepared for the Decode which is expected next; the caches count it, ``position`` does not."""
     leaving_windows: dict[int, RawPart] = field(default_factory=dict)
     """By start: window parts exported while decoding, because their first rows were about to be overwritten."""
 
@@ -211,11 +209,6 @@ class MlxEngine:
     def _run_on(self, session: _Session, command: Command) -> Generator[Event, None, None]:
         if not isinstance(command, AddParts | FinishImport):
             session.rebuild = None
-        if session.first_step is not None and not (
-            isinstance(command, Decode) and command.last_token == session.first_step.token
-        ):
-            session.first_step.discard()
-            session.first_step = None
         match command:
             case BeginImport() | AddParts() | FinishImport():
                 yield from self._import_step(session, command)
@@ -261,7 +254,6 @@ class MlxEngine:
             if isinstance(command, BeginImport):
                 self._check_position(command.position)
                 session.rebuild = self._layout.begin_rebuild(command.position)
-                self._prepare_step(session.rebuild, command.next_token)
             elif session.rebuild is None:
                 raise InvalidInput("no import was begun")
             elif isinstance(command, AddParts):
@@ -277,24 +269,13 @@ class MlxEngine:
             return
         yield ImportAdvanced(session.session_id, self._elapsed_ms(started))
 
-    def _prepare_step(self, rebuild: Rebuild, token: int | None) -> None:
-        """Build the first step of the answer while there is nothing else to do: its parts are on their way."""
-        position = rebuild.position
-        if token is None or not 0 <= token < self._facts.vocabulary_size or self._leaving_window(position) is not None:
-            return
-        if position < self._facts.max_context_tokens:
-            rebuild.prepare_step(token, lambda caches: self._logits(mx.array([token], mx.int32), caches))
-
     def _finish_import(self, session: _Session, rebuild: Rebuild) -> None:
         session.rebuild = None
         caches = rebuild.finish()
-        step = rebuild.take_step()
-        if step is None:
-            mx.eval([cache.state for cache in caches])
+        mx.eval([cache.state for cache in caches])
         self._empty(session)
         session.caches = caches
         session.position = rebuild.position
-        session.first_step = step
 
     def _check_position(self, position: int) -> None:
         if not 0 <= position <= self._facts.max_context_tokens:
@@ -342,7 +323,7 @@ class MlxEngine:
         end_tokens = frozenset(command.eos_token_ids)
         ahead: undo.Mark | None = None
         """Set while a step has been built whose input token is not yet known to be wanted."""
-        following = self._first(session, command.last_token, sampler)
+        following = self._build(session, mx.array([command.last_token], mx.int32), sampler)
         _start(following)
         session.position += 1
         try:
@@ -377,19 +358,8 @@ class MlxEngine:
         ``session.position`` is still the token's own position.
         """
         self._keep_leaving_window(session)
-        return _sample(self._logits(token, session.caches), sampler)
-
-    def _first(self, session: _Session, token: int, sampler: TokenSampler) -> mx.array:
-        """As :meth:`_build`, for the first token of a decode, whose step may have been prepared."""
-        step, session.first_step = session.first_step, None
-        if step is None:
-            return self._build(session, mx.array([token], mx.int32), sampler)
-        return _sample(step.use(), sampler)
-
-    def _logits(self, token: mx.array, caches: list[Any]) -> mx.array:
-        """The step of one token, shape (1,), not computed: logits, shape (1, vocabulary)."""
-        logits: mx.array = self._model(token[None], cache=caches)[:, -1, :]
-        return logits
+        logits = self._model(token[None], cache=session.caches)[:, -1, :]
+        return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
     def _capture(self, session: _Session, command: Capture) -> Generator[Event, None, None]:
         """One PartsCaptured for each stretch of :data:`CAPTURE_STEP_TOKENS`; at least one, perhaps without parts."""
@@ -412,20 +382,14 @@ class MlxEngine:
         Capture after a long answer finds every window part it needs; the cost is one export in ``block_tokens`` steps.
         """
         size = self._block_tokens
-        start = self._leaving_window(session.position)
-        if start is None:
+        start = session.position - self._narrowest_window
+        if self._narrowest_window < size or start < 0 or start % size:
             return
         still_needed = session.position - self._facts.requirement.window_tokens
         session.leaving_windows = {at: part for at, part in session.leaving_windows.items() if at + size > still_needed}
         for part in self._layout.export(session.caches, start, size, position=session.position):
             if part.kind is PartKind.WINDOW and not self._is_damaged(session, part):
                 session.leaving_windows[start] = part
-
-    def _leaving_window(self, position: int) -> int | None:
-        """Start of the block whose first window row the step at ``position`` overwrites; None when it begins no block."""
-        start = position - self._narrowest_window
-        whole = self._narrowest_window >= self._block_tokens and start >= 0 and start % self._block_tokens == 0
-        return start if whole else None
 
     # --- steps ---------------------------------------------------------------------------------------------------
 
@@ -456,7 +420,6 @@ class MlxEngine:
         session.caches = self._layout.new_caches()
         session.position = 0
         session.rebuild = None
-        session.first_step = None
         session.destroyed_rows = set()
         session.leaving_windows = {}
 
@@ -473,10 +436,6 @@ class MlxEngine:
 
     def _elapsed_ms(self, started: float) -> float:
         return (self._clock() - started) * 1000.0
-
-
-def _sample(logits: mx.array, sampler: TokenSampler) -> mx.array:
-    return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
 
 def _start(step: mx.array) -> None:

@@ -1,12 +1,8 @@
-"""Puts caches together from parts, which may come one after the other.
-
-A graph may be built on caches whose rows have not come yet, since MLX computes nothing before it is asked to: that is how
-the first step after an import is prepared while the import waits for its parts (:meth:`Rebuild.prepare_step`).
-"""
+"""Puts caches together from parts, which may come one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -21,30 +17,6 @@ from wire.messages import PartKind
 
 if TYPE_CHECKING:
     from kakeya_zmq.model.layout import CacheLayout
-
-
-class PreparedStep:
-    """The step of one token, built on caches and not computed; the caches count it already."""
-
-    def __init__(self, token: int, logits: mx.array, plans: Sequence[_Plan]) -> None:
-        self.token = token
-        self._logits = logits
-        self._plans = plans
-
-    def use(self) -> mx.array:
-        """What the token's logits will be, shape (1, vocabulary). Call this or :meth:`discard`, once."""
-        self._release()
-        return self._logits
-
-    def discard(self) -> None:
-        """Put the caches back to where they stood without it, exactly: nothing of the step was computed."""
-        for plan in self._plans:
-            plan.restore()
-        self._release()
-
-    def _release(self) -> None:
-        for plan in self._plans:
-            plan.release()
 
 
 class Rebuild:
@@ -65,7 +37,6 @@ class Rebuild:
         self._caches = layout.new_caches()
         self._seen: set[tuple[PartKind, int]] = set()
         self._state: RawPart | None = None
-        self._step: PreparedStep | None = None
         before = {PartKind.FULL: 0, PartKind.WINDOW: 0}
         self._plans: list[_Plan] = []
         for adapter, cache in layout.rows(self._caches):
@@ -75,23 +46,6 @@ class Rebuild:
             before[adapter.kind] += adapter.token_bytes
         self._token_bytes = before
         mx.eval([array for plan in self._plans for array in plan.arrays])
-
-    def prepare_step(self, token: int, build: Callable[[list[Any]], mx.array]) -> None:
-        """Build the step of ``token``, which :meth:`take_step` gives out, before its rows are there.
-
-        Args:
-            build: runs the model on the caches given to it; returns logits, shape (1, vocabulary), not computed.
-        """
-        if self._layout.has_state:
-            return  # a checkpoint comes whole: there is nothing to build on before
-        for plan in self._plans:
-            plan.restore()
-        self._step = PreparedStep(token, build(self._caches), self._plans)
-
-    def take_step(self) -> PreparedStep | None:
-        """The step that was prepared, after :meth:`finish`."""
-        step, self._step = self._step, None
-        return step
 
     def add(self, parts: Sequence[RawPart]) -> None:
         """Copy the rows of ``parts`` that are needed.
@@ -111,7 +65,7 @@ class Rebuild:
                     plan.put(part)
 
     def finish(self) -> list[Any]:
-        """The caches, evaluated unless a step was prepared; afterwards there is only :meth:`take_step`.
+        """The evaluated caches; this object must not be used afterwards.
 
         Raises:
             InvalidInput: parts are missing.
@@ -123,11 +77,8 @@ class Rebuild:
             if self._state is None:
                 raise InvalidInput(f"the state checkpoint at {self.position} is missing")
             self._layout.restore_states(self._caches, self._state)
-        if self._step is not None:
-            return self._caches
         for plan in self._plans:
             plan.restore()
-            plan.release()
         mx.eval([array for plan in self._plans for array in (plan.cache.keys, plan.cache.values)])
         return self._caches
 
@@ -219,14 +170,10 @@ class _Plan:
             at += shape.row_bytes * part.token_count
 
     def restore(self) -> None:
-        """Make the cache stand at the position, with these arrays as its rows."""
         keys, values = (finish(array, shape.dtype) for array, shape in zip(self.arrays, self._shapes, strict=True))
-        self.adapter.restore(self.cache, keys, values, self._position)
-
-    def release(self) -> None:
-        """Leave the arrays to the cache: what alone owns its memory MLX can update in place."""
         self._targets = ()
-        self.arrays = []
+        self.arrays = []  # so that the cache alone owns the memory and MLX can update it in place
+        self.adapter.restore(self.cache, keys, values, self._position)
 
 
 def payload_rows(payload: npt.NDArray[np.uint8], shape: RowShape, tokens: int) -> npt.NDArray[Any]:

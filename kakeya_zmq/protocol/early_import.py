@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from kakeya_zmq.blocks import Part, raw_part
-from kakeya_zmq.engine import AddParts, BeginImport, CommandFailed, ImportAdvanced, TokenArray
+from kakeya_zmq.engine import AddParts, BeginImport, CommandFailed, ImportAdvanced
 from kakeya_zmq.protocol.effects import CancelCommand, CommandEnded, CommandEvent, Effect, RunCommand, Ticket
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator
@@ -26,14 +26,10 @@ class EarlyImport:
     Args:
         session_id: engine session.
         holdings: where parts are found.
-        tokens: the prompt's.
     """
 
-    def __init__(
-        self, session_id: str, holdings: Holdings, ids: IdAllocator, *, tokens: TokenArray, batch_bytes: int
-    ) -> None:
+    def __init__(self, session_id: str, holdings: Holdings, ids: IdAllocator, *, batch_bytes: int) -> None:
         self._batch_bytes = batch_bytes
-        self._tokens = tokens
         self._session_id = session_id
         self._holdings = holdings
         self._ids = ids
@@ -73,10 +69,7 @@ class EarlyImport:
             self._aim = aim
             self._waiting = dict.fromkeys(self._holdings.needed(aim))
             self._ready, self._ready_bytes, self.elapsed_ms = [], 0, 0.0
-            # After a hit that lacks nothing the next step of the engine is the answer's first.
-            last = len(self._tokens) - 1
-            next_token = int(self._tokens[last]) if aim.position == last else None
-            effects.append(self._run(BeginImport(self._session_id, aim.position, next_token)))
+            effects.append(self._run(BeginImport(self._session_id, aim.position)))
             self._take(list(self._waiting))
         else:
             self._take([part.meta.ref for part in arrived if part.meta.ref in self._waiting])

@@ -109,6 +109,7 @@ class Estimates:
                     self.here_ms(everything, everything),
                     imports=True,
                     worker=worker.node_id,
+                    proven=not self._rates.backoff.is_newcomer(worker.identity_public_key),
                     text=f"{text} and the rest from worker {worker.node_id}",
                 )
                 for worker in workers
@@ -146,6 +147,7 @@ class Estimates:
             self.job_ms(worker, base),
             self.here_ms(tokens, tokens),
             worker=worker.node_id,
+            proven=not self._rates.backoff.is_newcomer(worker.identity_public_key),
             text=f"worker {worker.node_id} for {self.job_tokens(worker.node_id)} tokens",
         )
 

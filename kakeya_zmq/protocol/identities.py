@@ -79,6 +79,10 @@ class IdentityBook:
             return own
         return (*own, *(node_id for node_id, key in self._nodes.items() if key == public_key))
 
+    def is_own(self, public_key: bytes) -> bool:
+        """Whether it is the key of the node itself."""
+        return public_key == self._own[1]
+
     def knows(self, public_key: bytes) -> bool:
         """Whether a node, no mere client, is bound to this key, revoked or not."""
         return public_key == self._own[1] or public_key in self._names

@@ -13,6 +13,9 @@ Rules
  4. The prompt travels sealed for holders of the tenant's key, and a worker proves with its first word that it has it
     (wire.job_seal). Until then nothing it says counts. Whoever cannot is reported; whoever says nothing for PROVE_WITHIN_S
     is given up. Both are left alone for a while, and the job goes to another one or is done here.
+    Of those that have never proven themselves here, newcomers, one prompt waits for one only: for its first word, as long as
+    it takes there and back, at least a second. Who costs that time without proof, whatever it says then, is left alone, and
+    for some seconds so are all newcomers. Where remote is required they are tried last, and with patience at the very end.
  5. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
     announced aside, is given up.
 
@@ -50,8 +53,14 @@ from kakeya_zmq.protocol.estimates import Estimates
 from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, is_too_slow, switch_decision
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.offload_attempt import Attempt, Attempts
-from kakeya_zmq.protocol.offload_seal import COULD_NOT_OPEN, UNANSWERED, WITHOUT_PROOF
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
+from kakeya_zmq.protocol.offload_seal import (
+    COST_TIME,
+    COULD_NOT_OPEN,
+    NEWCOMER_PROVES_WITHIN_S,
+    UNANSWERED,
+    WITHOUT_PROOF,
+)
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress, WorkerView
 from kakeya_zmq.protocol.routes import RouteChoice, choose_route
 from wire.errors import FailureCode
 from wire.ids import NodeId
@@ -96,7 +105,11 @@ class Offload:
         self._attempts = Attempts(task, holdings, ids, rates, self._estimates, random_bytes)
         self._tried: set[NodeId] = set()
         self._left: set[NodeId] = set()
-        """Those of the tried that did not fail, but were too slow."""
+        """Those of the tried that did not fail, but were too slow; where remote is required, those left alone as well."""
+        self._newcomers_s = 0.0
+        """What those that proved nothing have cost in all."""
+        self._no_newcomers = False
+        """None is tried any more: one has cost time, now or shortly before."""
         self._tried_again: set[NodeId] = set()
         self._attempt: Attempt | None = None
         self._closing: dict[AskId, NodeId] = {}
@@ -167,13 +180,28 @@ class Offload:
 
     def _leave_alone(self, now: float) -> None:
         """Pass over the workers from which nothing came lately, unless there is no other way."""
-        if self._task.remote_required:
-            return
+        backoff, required = self._rates.backoff, self._task.remote_required
         for worker in self._task.workers:
-            why = self._rates.backoff.left_alone(worker.node_id, now, Trouble.BULK_PORT, Trouble.JOB)
+            why = backoff.left_alone(worker.node_id, now, Trouble.BULK_PORT, Trouble.JOB)
             if why:
                 self._tried.add(worker.node_id)
+            if why and required:
+                self._left.add(worker.node_id)  # for when nobody else is left
+            elif why:
                 self._holdings.reason(f"worker {worker.node_id} is {why}")
+        wait_s = backoff.newcomers_left_alone_s(now)
+        if wait_s > 0 and not required and any(self._is_newcomer(worker) for worker in self._task.workers):
+            self._no_newcomers = True
+            self._holdings.reason(
+                f"workers that never proved to have the tenant's key are left alone for {wait_s:.0f} s more"
+            )
+
+    def _is_newcomer(self, worker: WorkerView) -> bool:
+        return self._rates.backoff.is_newcomer(worker.identity_public_key)
+
+    def _is_open(self, worker: WorkerView) -> bool:
+        """Whether it may be tried next."""
+        return worker.node_id not in self._tried and not (self._no_newcomers and self._is_newcomer(worker))
 
     # --- choice ------------------------------------------------------------------------------------------------------
 
@@ -182,7 +210,7 @@ class Offload:
         base = self._holdings.job_base()
         at_hand = max(self._task.live_position, self._holdings.reach(self._holdings.has).position)
         worth_it = self._estimates.worth_a_job(self._task.target - at_hand)
-        workers = [worker for worker in self._estimates.workers() if worth_it and worker.node_id not in self._tried]
+        workers = [worker for worker in self._estimates.workers() if worth_it and self._is_open(worker)]
         return choose_route(
             [*(self._estimates.job(worker, base, at_hand) for worker in workers), self._estimates.here(at_hand)],
             minimum_savings_ratio=self._settings.minimum_savings_ratio,
@@ -196,20 +224,27 @@ class Offload:
         base = self._holdings.job_base()
         node_id: NodeId | None = None
         if base < task.target and now < self._stage_deadline:
-            choice = self._choice(explore=not self._tried)
-            self._holdings.decide(choice.decision("rest"))
-            for text in choice.refusals():
-                self._holdings.reason(text)
-            node_id = choice.chosen.worker if choice.chosen is not None else None
+            node_id = self._best()
+            if node_id is None and task.remote_required and self._left:
+                self._reconsider_left()
+                node_id = self._best()
         if node_id is None:
             self.phase = OffloadPhase.FINISHED
             return []
         self._tried.add(node_id)
         self._holdings.hold(Reach(base, task.chain), now)
-        attempt = self._attempt = self._attempts.begin(node_id, base, now)
+        last = node_id in self._tried_again or not any(map(self._is_open, self._estimates.workers()))
+        attempt = self._attempt = self._attempts.begin(node_id, base, now, patient=task.remote_required and last)
         self._report(base, task.target)
         submission = self._attempts.submission(attempt, max(0.001, self._stage_deadline - now))
         return [Count("remote_jobs"), submission]
+
+    def _best(self) -> NodeId | None:
+        choice = self._choice(explore=not self._tried)
+        self._holdings.decide(choice.decision("rest"))
+        for text in choice.refusals():
+            self._holdings.reason(text)
+        return choice.chosen.worker if choice.chosen is not None else None
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
@@ -230,6 +265,9 @@ class Offload:
     def _progressed(self, attempt: Attempt, body: object, now: float) -> list[Effect]:
         if not attempt.job.vouched(body):
             return self._impostor(attempt, WITHOUT_PROOF, now)
+        if attempt.newcomer:
+            attempt.newcomer = False
+            self._rates.backoff.proved(attempt.worker.identity_public_key)
         match body:
             case JobAccepted(eta_ms=eta_ms):
                 attempt.stall_deadline += eta_ms / 1000.0
@@ -317,6 +355,8 @@ class Offload:
         if attempt is None:
             return []
         self._holdings.spend((SourceKind.WORKER, attempt.node_id), 0, (now - attempt.started) * 1000.0)
+        if attempt.newcomer:
+            self._charge_newcomer(attempt, now)
         effects = self._drop_attempt(what)
         effects.append(Count("hedges") if slow else Count("remote_job_failures"))
         if slow:
@@ -325,6 +365,18 @@ class Offload:
             self._reconsider_left()
         effects += self._holdings.fallback(f"worker {attempt.node_id} {what}")
         return [*effects, *self._next(now)]
+
+    def _charge_newcomer(self, attempt: Attempt, now: float) -> None:
+        """It has proven nothing. When it has cost time, alone or with others before it, that is not to happen again soon."""
+        self._newcomers_s += now - attempt.started
+        if not attempt.cost_time(now) and self._newcomers_s < NEWCOMER_PROVES_WITHIN_S:
+            return
+        backoff, required = self._rates.backoff, self._task.remote_required
+        backoff.failed(attempt.node_id, Trouble.JOB, f"it {COST_TIME}", now)
+        backoff.newcomer_cost_time(now)
+        self._no_newcomers = not required
+        if required and not attempt.patient:
+            self._left |= {attempt.node_id} - self._tried_again
 
     def _reconsider_left(self) -> None:
         """What the slow workers were left for has failed: once nobody else is there, they may be asked again, each once."""
@@ -363,7 +415,7 @@ class Offload:
         if attempt is not None and now < attempt.stall_deadline:
             return self._check(attempt, now)
         if attempt is not None and not attempt.job.proven:
-            self._rates.backoff.failed(attempt.node_id, Trouble.JOB, UNANSWERED, now)
+            self._rates.backoff.failed(attempt.node_id, Trouble.JOB, f"it {UNANSWERED}", now)
             return self._fail(UNANSWERED, now)
         return self._fail("stalled", now)
 

@@ -18,7 +18,7 @@ from kakeya_zmq.protocol.effects import Ask, AskId, CancelAsk, CloseLane, Effect
 from kakeya_zmq.protocol.estimates import Estimates
 from kakeya_zmq.protocol.hedge import OBSERVE_MIN_S, Watch
 from kakeya_zmq.protocol.holdings import Holdings
-from kakeya_zmq.protocol.offload_seal import PROVE_WITHIN_S, SealedJob, seal_job
+from kakeya_zmq.protocol.offload_seal import PROVE_WITHIN_S, SealedJob, newcomer_proves_within_s, quick_s, seal_job
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, WorkerView
 from wire.ids import NodeId
 from wire.messages import LinkCodec, PartRef, SubmitJob
@@ -49,6 +49,11 @@ class Attempt:
     sending: Watch
     """Counts bytes; of nothing where they do not come evenly."""
     check_at: float
+    worker: WorkerView
+    newcomer: bool
+    """It has never proven itself here, and has not yet now."""
+    patient: bool
+    """Its first word is waited for as long as that of one that has proven itself before."""
     lane: LaneId | None = None
     ask_open: bool = True
 
@@ -57,6 +62,10 @@ class Attempt:
         if self.sending.done <= 0:
             return self.computing.remaining_s(now)
         return max(self.computing.remaining_s(now), self.sending.remaining_s(now))
+
+    def cost_time(self, now: float) -> bool:
+        """Whether it took longer than the way to the worker and back, and work that is none."""
+        return now - self.started > quick_s(self.worker)
 
     def drop(self, reason: str) -> list[Effect]:
         """Leave nothing of it open."""
@@ -97,8 +106,8 @@ class Attempts:
         self._estimates = estimates
         self._random_bytes = random_bytes
 
-    def begin(self, node_id: NodeId, base: int, now: float) -> Attempt:
-        """For what a hit at the target needs beyond ``base``."""
+    def begin(self, node_id: NodeId, base: int, now: float, *, patient: bool = False) -> Attempt:
+        """For what a hit at the target needs beyond ``base``; ``patient``: wait for a newcomer as for others."""
         task = self._task
         starts = {block.block_hash: block.start for block in task.chain.blocks}
         # A part beyond the base that happens to be at hand stays in the list: the worker will send it, not knowing of it.
@@ -111,6 +120,9 @@ class Attempts:
         # Without full attention most parts come at the very end.
         even_bytes = self._estimates.job_bytes(base) if task.facts.requirement.full else 0
         every = self._checkpoint_tokens(worker, base)
+        newcomer = self._rates.backoff.is_newcomer(worker.identity_public_key)
+        first_word_s = newcomer_proves_within_s(worker) if newcomer and not patient else PROVE_WITHIN_S
+        stall_deadline = now + min(patience_s, first_word_s)
         return Attempt(
             ask=self._ids.ask(),
             node_id=node_id,
@@ -121,11 +133,15 @@ class Attempts:
             job=seal_job(task, worker, self._random_bytes),
             started=now,
             patience_s=patience_s,
-            stall_deadline=now + min(patience_s, PROVE_WITHIN_S),
+            stall_deadline=stall_deadline,
             computing=Watch(now, expected_s, self._estimates.job_tokens(node_id), work_s),
             computed_from=task.target - self._estimates.job_tokens(node_id),
             sending=Watch(now, expected_s, even_bytes, work_s),
-            check_at=now + OBSERVE_MIN_S,
+            # A newcomer is not judged by its speed before it has said a word.
+            check_at=stall_deadline if newcomer else now + OBSERVE_MIN_S,
+            worker=worker,
+            newcomer=newcomer,
+            patient=patient or not newcomer,
         )
 
     def submission(self, attempt: Attempt, timeout_s: float) -> Ask:

@@ -14,9 +14,28 @@ from wire.messages import JobAccepted
 JOB_ID_BYTES: Final = 16
 PROVE_WITHIN_S: Final = 10.0
 """For the first word of a worker, which waits for nothing: a node that is paused or gone is noticed before."""
+NEWCOMER_PROVES_WITHIN_S: Final = 1.0
+"""The same of one that has never proven itself here."""
+NEWCOMER_PROVES_WITHIN_MAX_S: Final = 3.0
+"""However long its round trip is, which it can make look longer than it is."""
+QUICK_S: Final = 0.25
+"""A worker's word takes no computing: what it may cost besides round trips."""
+ROUND_TRIPS: Final = 4
+"""A word may have to be sent again by the network."""
+COST_TIME: Final = "took long and did not take the job"
 UNANSWERED: Final = "did not answer whether it takes the job"
 WITHOUT_PROOF: Final = "a worker did not prove that it has the tenant's key"
 COULD_NOT_OPEN: Final = "a worker could not open a prompt that was sealed with the tenant's key"
+
+
+def quick_s(worker: WorkerView) -> float:
+    """Within what time a worker says a word, wherever it is."""
+    return min(NEWCOMER_PROVES_WITHIN_MAX_S, QUICK_S + ROUND_TRIPS * worker.round_trip_ms / 1000.0)
+
+
+def newcomer_proves_within_s(worker: WorkerView) -> float:
+    """How long one that has never proven itself here is waited for."""
+    return max(NEWCOMER_PROVES_WITHIN_S, quick_s(worker))
 
 
 @dataclass(slots=True)

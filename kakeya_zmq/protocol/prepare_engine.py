@@ -45,9 +45,7 @@ class EngineSession:
         self._ids = ids
         self._rates = rates
         self._captures = captures
-        self._early = EarlyImport(
-            task.session_id, holdings, ids, tokens=task.tokens, batch_bytes=task.settings.early_import_bytes
-        )
+        self._early = EarlyImport(task.session_id, holdings, ids, batch_bytes=task.settings.early_import_bytes)
         self._finishing_early = False
         self._imported_bytes = 0
         self.position = task.live_position

@@ -10,7 +10,8 @@ Rules
  2. The penalty for keeping decode waiting is shared out evenly over the tokens to compute: half of them here cost half of
     it, so that it does not hide what a partial import saves. A rest too small to ask anybody for has none.
  3. Where nothing may be computed here (remote-required), every route that computes nothing here passes, and no other.
- 4. An option that was refused many times is now and then taken to measure it again (kakeya_zmq.planner.PassedOver).
+ 4. Among workers of like cost, within ALIKE, one that has proven itself before is taken.
+ 5. An option that was refused many times is now and then taken to measure it again (kakeya_zmq.planner.PassedOver).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from wire.messages import Decision
 
 __all__ = ["HERE", "Route", "RouteChoice", "choose_route"]
 
+ALIKE = 0.25
+"""By this share of its cost a proven worker may be dearer than a newcomer, whose cost is its own word."""
 COSTS_SHOWN_MAX = 16
 """Routes listed in one decision, the cheapest ones."""
 
@@ -42,6 +45,8 @@ class Route:
     rest_ms: float = 0.0
     imports: bool = False
     worker: NodeId | None = None
+    proven: bool = True
+    """The worker has shown before that it is one of the tenant's."""
     text: str = ""
 
     @property
@@ -109,15 +114,31 @@ def choose_route(
     ranked = tuple(sorted(routes, key=lambda route: route.cost_ms))
     if remote_required:
         able = [route for route in ranked if route.remote and route.rest_ms <= 0]
-        return RouteChoice(able[0] if able else None, ranked, ())
+        return RouteChoice(_best(able) if able else None, ranked, ())
     refused = tuple(route for route in ranked if route.remote and not route.pays(minimum_savings_ratio))
     admitted = [route for route in ranked if route not in refused]
     if not admitted:
         return RouteChoice(None, ranked, refused)
-    chosen, explored = admitted[0], False
+    chosen, explored = _best(admitted), False
     if passed_over is not None:
         due = [route for route in ranked if passed_over.is_due(route.name, route.cost_ms, chosen.cost_ms)]
         if due:
             chosen, explored = due[0], due[0] is not chosen
         passed_over.note(chosen.name, [route.name for route in ranked if route is not chosen])
     return RouteChoice(chosen, ranked, tuple(route for route in refused if route is not chosen), explored)
+
+
+def _best(ranked: Sequence[Route]) -> Route:
+    """The cheapest, or a like one that is proven."""
+    best = ranked[0]
+    if best.worker is None or best.proven:
+        return best
+    likes = (
+        route
+        for route in ranked
+        if route.worker is not None
+        and route.proven
+        and route.imports == best.imports
+        and route.cost_ms <= best.cost_ms * (1 + ALIKE)
+    )
+    return next(likes, best)

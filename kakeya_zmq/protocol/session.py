@@ -19,6 +19,7 @@ Theory of operation, client (one machine a server it talks to):
     UP         UNKNOWN_SESSION                GREETING   sent requests fail UNAVAILABLE; new HELLO at once
     UP         Goodbye                        CLOSED     sent requests fail UNAVAILABLE; Reopen after backoff
     UP         Goodbye with a port            CLOSED     Reopen there at once; what the server did not look at is sent again
+    any        Abandon                        CLOSED     sent requests fail UNAVAILABLE; Reopen after the host's time
     any        Leave                          LEFT       Goodbye; every request fails CANCELLED
 
 Requests wait until the session is up; their deadline runs. A request ends exactly once: Replied, Failed, or silently by the
@@ -37,6 +38,7 @@ from kakeya_zmq.protocol.effects import Tick
 from kakeya_zmq.protocol.session_client import ClientSession, ClientState
 from kakeya_zmq.protocol.session_server import ServerSessions
 from kakeya_zmq.protocol.session_values import (
+    Abandon,
     ClientEffect,
     ClientEvent,
     Expel,
@@ -76,6 +78,7 @@ from kakeya_zmq.protocol.session_values import (
 )
 
 __all__ = [
+    "Abandon",
     "ClientEffect",
     "ClientEvent",
     "ClientSession",

@@ -20,6 +20,7 @@ from kakeya_zmq.protocol.session_values import (
     PING_AFTER_SILENCE_S,
     PINGS_PENDING_MAX,
     REQUESTS_WAITING_MAX,
+    Abandon,
     ClientEffect,
     ClientEvent,
     Failed,
@@ -182,6 +183,9 @@ class ClientSession:
                     self._greet(now, effects)
             case FramesReceived(frames=frames):
                 self._receive(frames, now, effects)
+            case Abandon(reason=reason, wait_s=wait_s):
+                if self.state is not ClientState.LEFT:
+                    self._retire(reason, now, effects, wait_s=wait_s)
             case StartRequest():
                 self._start(event, now, effects)
             case StartUpdate(request_id=request_id, body=body):
@@ -295,8 +299,8 @@ class ClientSession:
             effects.append(SessionDown(reason))
             self._fail_sent(f"the session was lost: {reason}", effects)
 
-    def _retire(self, reason: str, now: float, effects: list[ClientEffect]) -> None:
-        """Give this socket up and try another one later."""
+    def _retire(self, reason: str, now: float, effects: list[ClientEffect], *, wait_s: float = 0.0) -> None:
+        """Give this socket up and try another one later, not before ``wait_s``."""
         if self._line is None:
             effects.append(SessionDown(reason))
         self._lose(reason, effects)
@@ -304,7 +308,7 @@ class ClientSession:
         longest = min(BACKOFF_LAST_S, BACKOFF_FIRST_S * 2 ** min(self._failed_attempts, 16))
         self._failed_attempts += 1
         fraction = int.from_bytes(self._random_bytes(4), "little") / 2**32
-        effects.append(Reopen(delay_s=longest * fraction))
+        effects.append(Reopen(delay_s=wait_s + longest * fraction))
 
     def _follow(self, goodbye: Goodbye, now: float, effects: list[ClientEffect]) -> None:
         """The server goes on elsewhere; what it has not looked at waits for it there."""

@@ -84,6 +84,14 @@ class FramesReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class Abandon:
+    """The server broke the rules of the transport: the socket is given up, and another one opened ``wait_s`` later."""
+
+    reason: str
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StartRequest:
     """Ask. ``request_id`` comes from :meth:`ClientSession.next_request_id`; ids are started in increasing order."""
 
@@ -114,7 +122,7 @@ class Leave:
     reason: str
 
 
-ClientEvent: TypeAlias = SocketOpened | FramesReceived | StartRequest | StartUpdate | StartCancel | Tick | Leave
+ClientEvent: TypeAlias = SocketOpened | FramesReceived | Abandon | StartRequest | StartUpdate | StartCancel | Tick | Leave
 
 
 # --- client effects ----------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ ZMTP_NULL_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16)
 ZMTP_CURVE_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00CURVE" + bytes(15) + bytes(32)
 ZMTP_PLAIN_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00PLAIN" + bytes(15) + bytes(32)
 GET_STATUS: Final = [12]
+GOODBYE: Final = 9
+"""Tag of the envelope that ends a session."""
 
 
 class RawClient:
@@ -85,6 +87,22 @@ class RawClient:
         self.send(*session.seal([1, number, deadline_ms, body]))
         return self.answer_to(session, number)
 
+    def await_goodbye(self, session: wire.Session) -> None:
+        """The server says that the session is over; whatever else of it comes before."""
+        deadline = time.monotonic() + ANSWER_S
+        while (left := deadline - time.monotonic()) > 0 and (frames := self.receive(left)) is not None:
+            if wire.unpack_header(frames[0])[0] == wire.SEALED and session.open(frames[0], frames[1])[0] == GOODBYE:
+                return
+        raise AssertionError("the session goes on")
+
+    def assert_unknown(self, session: wire.Session, number: int) -> None:
+        """A request in a session that is over: that it is not known is all that comes."""
+        self.send(*session.seal([1, number, 2_000, GET_STATUS]))
+        frames = self.receive()
+        assert frames is not None, "no answer"
+        assert wire.unpack_header(frames[0])[0] == wire.UNKNOWN_SESSION, "the session is served"
+        assert self.receive(0.2) is None, "more than that comes"
+
     def answer_to(self, session: wire.Session, number: int, timeout_s: float = ANSWER_S) -> list[Any]:
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -112,6 +130,55 @@ def until_closed(connection: os_socket.socket, timeout_s: float = 15.0) -> bytes
         while data := connection.recv(65_536):
             said += data
     return said
+
+
+class Relay:
+    """Stands between one client and a node, so that bytes can be put behind a handshake that the client has made."""
+
+    def __init__(self, address: str) -> None:
+        self._listener = os_socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self.hung_up = threading.Event()
+        """The node has ended the connection."""
+        self._server = tcp(address)
+        self._thread = threading.Thread(target=self._run, name="relay")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(OSError), tcp(self.address):  # it waits for somebody
+            pass
+        self._listener.close()
+        self._end(self._server)
+        self._thread.join()
+        self._server.close()
+
+    def say(self, data: bytes) -> None:
+        """Send as if the client had; when it is idle, this is where its next frame would begin."""
+        self._server.sendall(data)
+
+    def _run(self) -> None:
+        client = self._listener.accept()[0]
+        with client:
+            back = threading.Thread(target=self._forward, args=(self._server, client), name="relay-back")
+            back.start()
+            self._forward(client, self._server)
+            back.join()
+
+    def _forward(self, source: os_socket.socket, sink: os_socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65_536):
+                sink.sendall(data)
+        if source is self._server:
+            self.hung_up.set()
+        self._end(sink)
+
+    @staticmethod
+    def _end(connection: os_socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            connection.shutdown(os_socket.SHUT_RDWR)
 
 
 class Honest:

@@ -96,7 +96,7 @@ class RogueMember:
             for message in self._frames(self._bus_key):
                 bus.send_multipart(message)
 
-    def _reply(self, header: bytes, body: bytes) -> list[tuple[bytes, bytes]]:
+    def _reply(self, header: bytes, body: bytes) -> list[tuple[bytes, ...]]:
         kind, _, session_id, _ = wire.unpack_header(header)
         if kind == wire.HELLO:
             return [self._welcome(header, body)]

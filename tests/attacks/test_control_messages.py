@@ -8,11 +8,17 @@ import os
 import msgpack
 import pytest
 
-from tests.attacks.kit import GET_STATUS, RawClient, Siege
+from kakeya_zmq.io.incoming import OVERLONG
+from tests.attacks.kit import GET_STATUS, RawClient, Relay, Siege, repeat
+from tests.attacks.rogue_member import FAILURE, RogueMember
+from tests.attacks.test_cards import assert_served, card_of, tell
+from tests.fleet_rig import wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
 
 MALFORMED = ("a control message has two frames", "wrong header length", "not a control message", "malformed header")
+FRAMES = 100_000
+"""Of one message."""
 NOTHING_S = 0.3
 """How long an attacker waits to see that nothing comes back."""
 SEAL = "the seal is broken"
@@ -90,16 +96,25 @@ def test_a_replayed_hello(siege: Siege) -> None:
 
 
 def test_a_replayed_request(siege: Siege) -> None:
-    with siege.expect("the counter is not new", "a session on another connection", count=2), siege.client() as client:
+    with siege.expect("the counter is not new"), siege.client() as client:
         session = client.join()
         frames = session.seal([1, 1, 1000, GET_STATUS])
         client.send(*frames)
         assert client.answer_to(session, 1)[0] == 4
         client.send(*frames)
-        with siege.client() as thief:
-            thief.send(*frames)
-            silence(thief)
         silence(client)
+
+
+def test_a_request_on_another_connection(siege: Siege) -> None:
+    """One that has been answered, and one that was kept from arriving: an answer goes to whose session it is only."""
+    with siege.expect("a session on another connection", count=2), siege.client() as client, siege.client() as thief:
+        session = client.join()
+        answered, kept = session.seal([1, 1, 1000, GET_STATUS]), session.seal([1, 2, 1000, GET_STATUS])
+        client.send(*answered)
+        assert client.answer_to(session, 1)[0] == 4
+        for frames in (answered, kept):
+            thief.send(*frames)
+        silence(thief)
 
 
 def test_a_stale_message(siege: Siege) -> None:
@@ -123,7 +138,7 @@ def test_a_message_from_the_future(siege: Siege) -> None:
 
 def test_a_reflected_answer(siege: Siege) -> None:
     """The server's own messages are no requests: each direction has its own key."""
-    with siege.expect(SEAL, "the counter is not new", "an unexpected message", count=2), siege.client() as client:
+    with siege.expect(SEAL, "the counter is not new", "an unexpected message", count=3), siege.client() as client:
         hello, secret = client.hello(Identity.new("mirror"))
         client.send(*hello)
         welcome = client.receive()
@@ -140,7 +155,7 @@ def test_a_reflected_answer(siege: Siege) -> None:
 
 def test_the_wrong_direction(siege: Siege) -> None:
     """What only servers say is not taken from a client, not even properly sealed."""
-    with siege.expect("malformed client message", "an unexpected message", count=3), siege.client() as client:
+    with siege.expect("malformed client message", "an unexpected message", count=4), siege.client() as client:
         session = client.join()
         for envelope in ([4, 1, [100]], [5, 1, [202, 1]], [8]):
             client.send(*session.seal(envelope))
@@ -260,11 +275,50 @@ def test_messages_of_wrong_shape_from_a_member(siege: Siege) -> None:
 
 
 def test_many_frames_from_a_member(siege: Siege) -> None:
-    with siege.expect("a control message has two frames", count=2), siege.client() as client:
-        client.send(*([b"x" * 1000] * 2000))
+    with siege.expect("a control message has two frames"), siege.client() as client:
         session = client.join()
         client.send(*session.seal([7]), b"", b"")
         assert client.ask(session, GET_STATUS, number=2)[0] == 4
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["no-session", "session"])
+def test_a_message_of_a_hundred_thousand_frames_from_a_member(siege: Siege, joins: bool) -> None:
+    """Nobody waits until it is read, and its connection is cut."""
+    with (
+        siege.expect(OVERLONG),
+        Relay(siege.address) as relay,
+        RawClient(relay.address, siege.psk, reconnects=False) as client,
+    ):
+        if joins:
+            client.join()
+        client.send(*([b"x" * 8] * FRAMES))
+        wait_until(relay.hung_up.is_set, "it is cut", 30)
+
+
+class Endless(RogueMember):
+    """Answers each message, and then says something that has no end."""
+
+    def __init__(self, psk: bytes, who: Identity) -> None:
+        self.greeted: list[str] = []
+        super().__init__(psk, who, lambda body: [FAILURE, 11, "no"])
+
+    def _reply(self, header: bytes, body: bytes) -> list[tuple[bytes, ...]]:
+        is_hello = wire.unpack_header(header)[0] == wire.HELLO
+        if is_hello:
+            self.greeted.append(wire.read_hello(self._psk, header, body)[0])
+        said: list[tuple[bytes, ...]] = [*super()._reply(header, body)]
+        return said if is_hello else [*said, (b"x" * 8,) * FRAMES]
+
+
+def test_a_message_of_a_hundred_thousand_frames_from_a_node_that_was_dialled(siege: Siege) -> None:
+    """The connection is given up at once, and not made again soon; who it was is written down."""
+    who = Identity.new("endless")
+    with siege.expect(OVERLONG), Endless(siege.psk, who) as member:
+        with siege.client() as client:
+            tell(client, client.join(), 1, card_of(who, address=member.address))
+        wait_until(lambda: any(entry.get("node_id") == who.node_id for entry in siege.audited()), "it is refused")
+        repeat(1.0, lambda: assert_served(siege))
+        assert member.greeted.count(siege.node.name) == 1
 
 
 # --- names -----------------------------------------------------------------------------------------------------------------

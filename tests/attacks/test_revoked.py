@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import time
@@ -49,9 +50,9 @@ def test_a_revoked_node_is_refused_everywhere(fleet: Fleet, siege: Siege, other:
         done = run_kakeya(*arguments, "--address", siege.address, "--json", home=fleet.home)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1])["told"] == [siege.address]
-        # The session it had is over: a request gets no answer of it.
-        client.send(*session.seal([1, 5, 2000, [12]]))
-        wait_until(lambda: session_ended(client), "its session has ended")
+        # The session it had is over, and is not there any more for a request.
+        client.await_goodbye(session)
+        client.assert_unknown(session, 5)
     for target in (siege, other):
         wait_until(lambda target=target: target.status().sections["roster"]["revoked_keys"] >= 1, "it is known")  # type: ignore[misc]
         wait_until(lambda target=target: member.node_id not in known_to(target), "its card is dropped")  # type: ignore[misc]
@@ -62,11 +63,24 @@ def test_a_revoked_node_is_refused_everywhere(fleet: Fleet, siege: Siege, other:
         with target.expect(REVOKED), target.client() as client:
             tell(client, client.join(), 1, card_of(member))
         assert member.node_id not in known_to(target)
-    other.node.restart()
-    with other.expect(REVOKED), other.client() as client:
+    with alone(other, siege), other.expect(REVOKED), other.client() as client:
         # Under another name it is the same key.
         client.send(*client.hello(Identity(f"{member.node_id}-again", member.signing))[0])
         assert client.receive(0.5) is None
+
+
+@contextlib.contextmanager
+def alone(target: Siege, elsewhere: Siege) -> Iterator[None]:
+    """``target`` restarted while nobody is there who could tell it anything: what it knows it has kept."""
+    for node in (elsewhere.node, target.node):
+        node.kill()
+    try:
+        target.node.launch()
+        target.node.wait_ready()
+        yield
+    finally:
+        elsewhere.node.launch(target.address)
+        elsewhere.node.wait_ready()
 
 
 def test_a_revocation_that_is_refused_is_no_success(fleet: Fleet, siege: Siege, member: Identity) -> None:
@@ -91,6 +105,15 @@ def test_a_revocation_that_is_refused_is_no_success(fleet: Fleet, siege: Siege, 
         wait_until(lambda: member.node_id not in known_to(siege), "it counts")
     finally:
         shutil.rmtree(folder)
+
+
+def test_a_node_does_not_revoke_itself(tmp_path: Path) -> None:
+    """By its name or by its key, and it is told that, not that it does not know itself."""
+    key = NodeIdentity.load_or_create(tmp_path / "nodes" / "alone" / "identity.key").public_key
+    for also in ((), ("--public-key", key.hex())):
+        done = run_kakeya("revoke", "alone", "--as", "alone", *also, home=tmp_path)
+        assert done.returncode == 2
+        assert "a node does not revoke itself" in done.stderr
 
 
 def test_two_nodes_that_revoke_each_other_end_the_same_everywhere(siege: Siege, other: Siege) -> None:
@@ -125,11 +148,6 @@ def test_an_issuer_does_not_choose_the_name_that_is_shown(siege: Siege, member: 
     entries = [entry for entry in siege.audited("revoked") if entry.get("node_id") == member.node_id]
     assert [entry["reason"] for entry in entries] == [f"revoked by {issuer.node_id}"]
     assert not any(entry.get("node_id") == "innocent" for entry in siege.audited("revoked"))
-
-
-def session_ended(client: RawClient) -> bool:
-    frames = client.receive(0.1)
-    return frames is not None and wire.unpack_header(frames[0])[0] in (wire.UNKNOWN_SESSION, wire.SEALED)
 
 
 def test_forged_revocations(siege: Siege, member: Identity) -> None:

@@ -309,7 +309,10 @@ def test_the_roster_is_changed_while_the_node_runs(vault_fleet: Fleet, vault: Si
         with vault.expect(NOT_LISTED):
             write_roster(path, *ALL)
             wait_until(lambda: vault.status().sections["roster"]["listed_nodes"] == len(ALL), "the roster is read again")
+            client.await_goodbye(session)
+            client.assert_unknown(session, 3)
             client.send(*client.hello(newcomer, roles=("worker",))[0])
+            assert client.receive(0.5) is None
 
 
 @pytest.fixture(scope="module")

@@ -7,20 +7,26 @@ import socket as os_socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
+import zmq
 
 from tests.attacks.kit import (
     ZMTP_CURVE_GREETING,
     ZMTP_NULL_GREETING,
     ZMTP_PLAIN_GREETING,
+    Honest,
+    RawClient,
+    Relay,
     Siege,
     tcp,
     until_closed,
 )
+from tests.attacks.test_telemetry import NODE
 from tests.fleet_rig import wait_until
+from tests.vectors import independent as wire
 
 NOT_OURS = "a connection was refused: it does not speak this protocol"
 UNFINISHED = "a connection ended before its handshake was through"
@@ -82,15 +88,80 @@ def test_an_endless_multipart_message(siege: Siege, address: str) -> None:
 )
 @pytest.mark.parametrize("flags", [0x02, 0x03, 0x06], ids=["message", "more", "command"])
 def test_two_gigabytes_announced(siege: Siege, greeting: bytes, flags: int) -> None:
-    """A length is no reason to allocate; resident memory is measured around it, virtual memory as well."""
-    process = psutil.Process(siege.node.pid)
-    before = process.memory_info().vms
-    with siege.expect(NOT_OURS, UNFINISHED, count=4):
+    """A length is no reason to allocate: it is looked at before, and who claims too much is cut at once."""
+    with siege.expect(NOT_OURS, UNFINISHED, count=4), no_memory_set_aside(siege) as look:
         for _ in range(4):
             with contextlib.suppress(ConnectionError), tcp(siege.address) as connection:
-                connection.sendall(greeting + bytes([flags]) + struct.pack(">Q", 2 * 2**30) + bytes(1000))
-                until_closed(connection)
-    assert process.memory_info().vms - before < 1 * 2**30
+                connection.sendall(greeting + claim(flags))
+                look_until(lambda connection=connection: hung_up(connection), look)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("flags", [0x02, 0x03, 0x06], ids=["message", "more", "command"])
+@pytest.mark.parametrize("port", ["control", "bus"])
+def test_two_gigabytes_announced_by_a_member(siege: Siege, port: str, flags: int) -> None:
+    """From behind the handshake, where a length is read before anything is opened: the same."""
+    with Honest(siege.node) as honest, no_memory_set_aside(siege) as look, Relay(address_of(siege, port)) as relay:
+        with member_behind(relay, port, siege.psk):
+            relay.say(claim(flags))
+            look_until(relay.hung_up.is_set, look)
+        served = honest.answers
+        wait_until(lambda: honest.answers > served or bool(honest.failures), "the honest client is still served")
+    assert honest.failures == []
+
+
+def claim(flags: int) -> bytes:
+    """A ZMTP frame that says to be 2 GiB long, and the first of it."""
+    return bytes([flags]) + struct.pack(">Q", 2 * 2**30) + bytes(1000)
+
+
+@contextlib.contextmanager
+def no_memory_set_aside(siege: Siege) -> Iterator[Callable[[], None]]:
+    """Virtual memory is measured whenever the given function is called: what is allocated and not touched counts, too."""
+    process = psutil.Process(siege.node.pid)
+    before = most = process.memory_info().vms
+
+    def look() -> None:
+        nonlocal most
+        most = max(most, process.memory_info().vms)
+
+    yield look
+    assert most - before < 1 * 2**30
+
+
+def look_until(cut: Callable[[], bool], look: Callable[[], None]) -> None:
+    def looked() -> bool:
+        look()
+        return cut()
+
+    wait_until(looked, "the connection is cut", 20)
+
+
+def hung_up(connection: os_socket.socket) -> bool:
+    connection.settimeout(0.05)
+    try:
+        return not connection.recv(65_536)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+@contextlib.contextmanager
+def member_behind(relay: Relay, port: str, psk: bytes) -> Iterator[None]:
+    """A member whose handshake at the node's port, through the relay, is done."""
+    if port == "control":
+        with RawClient(relay.address, psk, reconnects=False) as client:
+            client.join()
+            yield
+        return
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.linger, reader.reconnect_ivl = 0, -1
+        public, secret = wire.bus_curve_pair(wire.purpose_key(psk, "kz bus telemetry"))
+        reader.curve_publickey, reader.curve_secretkey, reader.curve_serverkey = public, secret, public
+        reader.setsockopt(zmq.SUBSCRIBE, bytes([NODE]))
+        reader.connect(f"tcp://{relay.address}")
+        assert reader.poll(20_000), "nothing is heard"
+        yield
 
 
 def test_a_curve_hello_without_the_fleets_key(siege: Siege, address: str) -> None:

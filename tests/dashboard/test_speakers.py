@@ -88,6 +88,11 @@ def test_a_paired_node_has_the_key_it_was_paired_with(tmp_path: Path) -> None:
     assert rebound == ["a"]
 
 
+def test_a_roster_that_is_named_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Speakers(tmp_path / "telemetry", roster_file=tmp_path / "fleet.toml", roster_is_named=True)
+
+
 def test_a_roster_has_the_first_word(tmp_path: Path) -> None:
     roster = tmp_path / "fleet.toml"
     speakers = Speakers(tmp_path / "telemetry", roster_file=roster, paired=lambda: {"a": OTHER})

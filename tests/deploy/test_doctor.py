@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -23,7 +24,9 @@ from daemons.doctor.network_findings import judge_nodes, judge_reach
 from daemons.doctor.services import judge_unit
 from daemons.doctor.software import judge_packages, judge_python
 from daemons.doctor.starting import is_writable, judge_levels
+from daemons.service_definitions import REQUIRED
 from deploy.render_service import render
+from kakeya_zmq.io.connections import REFUSED_WRONG_PSK
 from tests.deploy.service_rig import DEPLOY
 from tests.fleet_rig import PROJECT, Fleet, run_kakeya, wait_until
 from tests.proxy import free_port
@@ -157,6 +160,7 @@ def test_a_definition_that_says_otherwise_than_the_file(doctor: Doctor, name: st
     found = doctor.one("runs with --cache-gb 8.0, and the configuration file says 16.0")
     assert (found["level"], found["subject"]) == ("warning", "services")
     assert "take cache_gb out of" in found["remedy"]
+    assert "without the variable for --cache-gb" in found["remedy"]
     rows = [row for row in doctor.findings() if "the configuration file says" in row["text"]]
     assert len(rows) == 1, "only what differs"
     done = run_kakeya("config", "show", "--role", "worker", "--json", home=doctor.home, environment=_places(doctor))
@@ -170,6 +174,20 @@ def test_a_definition_that_says_otherwise_than_the_file(doctor: Doctor, name: st
         "drain_s": (20.0, "default"),
     }
     assert "wins over cache_gb = 16.0" in done.stderr
+
+
+def test_a_value_that_an_install_script_needs_cannot_be_left_out_of_its_definition(doctor: Doctor) -> None:
+    _install(doctor, "kakeya-worker.service")
+    (doctor.home / "kakeya.toml").write_text('[worker]\nnode_id = "another"\n')
+    found = doctor.one("runs with --node-id w, and the configuration file says another")
+    assert "with its value in KAKEYA_WORKER_NODE_ID" in found["remedy"]
+    assert "without the variable" not in found["remedy"]
+
+
+def test_the_doctor_knows_what_install_scripts_need() -> None:
+    scripts = [script.read_text(encoding="utf-8") for script in DEPLOY.glob("install_*.sh")]
+    needed = {name for text in scripts for name in re.findall(r"need (KAKEYA_\w+)", text)}
+    assert needed == {variable for settings in REQUIRED.values() for variable in settings.values()}
 
 
 def _places(doctor: Doctor) -> dict[str, str]:
@@ -261,6 +279,16 @@ def test_a_broken_roster(doctor: Doctor) -> None:
     assert _same_line(doctor, "fleet.toml is not TOML")["subject"] == "start"
 
 
+def test_a_roster_that_is_named_and_not_there(doctor: Doctor) -> None:
+    (doctor.home / "kakeya.toml").write_text(f'roster_file = "{doctor.home}/flet.toml"\n')
+    assert _same_line(doctor, "flet.toml cannot be read")["subject"] == "start"
+
+
+def test_a_smallest_store_above_the_largest(doctor: Doctor) -> None:
+    (doctor.home / "kakeya.toml").write_text("[cache]\nadaptive_cache = true\ncache_gb = 0.5\ncache_min_gb = 1\n")
+    _same_line(doctor, "cache_min_gb 1 is larger than cache_gb 0.5")
+
+
 def test_damaged_state_of_a_node(doctor: Doctor) -> None:
     folder = doctor.home / "nodes" / "n"
     folder.mkdir(parents=True)
@@ -274,6 +302,21 @@ def test_an_identity_key_that_is_none(doctor: Doctor) -> None:
     found = _same_line(doctor, f"{path} does not hold 64 hexadecimal digits")
     assert found["subject"] == "keys"
     assert "remove it" in found["remedy"]
+    assert "kakeya key forget" in found["remedy"]
+
+
+def test_an_identity_key_that_is_cut_off(doctor: Doctor) -> None:
+    path = doctor.home / "nodes" / "n" / "identity.key"
+    write_secret_file(path, b"0123456789")
+    found = _same_line(doctor, f"the identity key file {path} holds 10 bytes, fewer than 64")
+    assert "kakeya key forget" in found["remedy"]
+
+
+def test_a_fleet_key_that_is_cut_off(doctor: Doctor) -> None:
+    write_secret_file(doctor.home / "fleet.psk", b"0123456789", replace=True)
+    found = _same_line(doctor, "holds 10 bytes, fewer than 16")
+    assert "copy it again" in found["remedy"]
+    assert "kakeya key new" in found["remedy"]
 
 
 def test_a_file_where_a_folder_should_be(doctor: Doctor) -> None:
@@ -309,6 +352,14 @@ def test_a_taken_health_port(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_address_to_advertise_that_is_none(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAKEYA_ADVERTISE", "0.0.0.0:51051")
     assert "--bind may be 0.0.0.0" in doctor.one("where nobody can reach it")["remedy"]
+
+
+def test_a_name_to_advertise_that_has_no_address(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_ADVERTISE", "nowhere.invalid:51051")
+    found = doctor.one("primary: the host name in --advertise nowhere.invalid:51051 has no address here")
+    assert (found["level"], found["subject"]) == ("warning", "start")
+    monkeypatch.setenv("KAKEYA_ADVERTISE", "localhost:51051")
+    assert not [row for row in doctor.findings() if "has no address" in row["text"]]
 
 
 def test_an_assertion_about_nothing(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -514,3 +565,14 @@ def test_units_of_systemd() -> None:
     assert judge_unit("kakeya-worker", 0, "active").level is Level.OK
     assert "systemctl --user restart kakeya-worker" in judge_unit("kakeya-worker", 3, "failed").remedy
     assert judge_unit("kakeya-worker", -1, "").level is Level.WARNING
+
+
+def test_strangers_that_a_node_has_refused_are_told() -> None:
+    view = _view("a")
+    view.sections["refusals"] = {REFUSED_WRONG_PSK: 3, "something else": 5}
+    (found,) = [finding for finding in judge_nodes([view]) if finding.subject == "keys"]
+    assert found.level is Level.WARNING
+    assert "another fleet key since its start: 3" in found.text
+    assert "kakeya key show" in found.remedy
+    view.sections["refusals"] = {"something else": 5}
+    assert not [finding for finding in judge_nodes([view]) if finding.subject == "keys"]

@@ -245,6 +245,23 @@ def test_a_dashboard_for_other_machines_can_be_installed(home: Home, prefix: str
     assert (refused.returncode, "--allow-host NAME" in refused.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("bind", ["8099", "foo:", ":8090", "[::1]"])
+def test_an_address_of_the_dashboard_that_is_none_is_refused(home: Home, bind: str) -> None:
+    done = home.run("install_prefill_network_launchd.sh", KAKEYA_DASHBOARD_BIND=bind)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "KAKEYA_DASHBOARD_BIND is not an address: write host:port" in done.stderr
+    assert not home.agents.exists()
+
+
+def test_a_default_of_the_installer_gives_way_to_a_smaller_store(home: Home) -> None:
+    """The settings are checked as the daemon resolves them, which ends at once where they contradict each other."""
+    wanted = {"KAKEYA_WORKER_CACHE_GB": "0.5", "KAKEYA_WORKER_ADAPTIVE_CACHE": "1"}
+    done = home.run(WORKER, "--dry-run", **wanted)
+    assert done.returncode == 0, done.stderr
+    refused = home.run(WORKER, "--dry-run", **wanted, KAKEYA_WORKER_CACHE_MIN_GB="1")
+    assert (refused.returncode, "cache_min_gb 1 is larger than cache_gb 0.5" in refused.stderr) == (2, True)
+
+
 def test_uninstall_removes_all_and_keeps_keys(home: Home) -> None:
     for script in SCRIPTS:
         assert home.run(script).returncode == 0

@@ -11,8 +11,11 @@ import psutil
 import pytest
 
 from daemons import fleet
-from daemons.command import EXIT_BAD_INPUT, EXIT_OK, main
+from daemons.command import EXIT_BAD_INPUT, EXIT_OK, EXIT_PORT_IN_USE, main
+from daemons.fleet_home import starting_alone
+from daemons.node_lock import NodeLock
 from tests.fleet_rig import PROJECT, clean_environment, run_kakeya
+from wire.errors import PortInUseError
 
 
 @pytest.fixture
@@ -119,6 +122,64 @@ def test_up_with_a_folder_that_cannot_be_made_is_one_line(home: Path, capsys: py
     assert str(home / "run") in line
     assert "KAKEYA_HOME" in line
     assert fleet.started_here() == []
+
+
+def _both_up(home: Path) -> list[subprocess.CompletedProcess[str]]:
+    """Two that start the same fleet at the same moment."""
+    command = [sys.executable, "-c", START, "1"]
+    environment = {**clean_environment(), "KAKEYA_HOME": str(home)}
+    started = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=PROJECT, env=environment)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=100) for process in started]
+    return [
+        subprocess.CompletedProcess(command, process.returncode, *output)
+        for process, output in zip(started, outputs, strict=True)
+    ]
+
+
+def test_two_at_the_same_moment_start_one_fleet(home: Path) -> None:
+    done = _both_up(home)
+    (process,) = fleet.started_here()
+    assert {each.stdout.strip() for each in done if each.returncode == 0} == {str(process.pid)}
+    assert all("is starting the fleet of this home right now" in each.stderr for each in done if each.returncode)
+    assert fleet.stop_fleet(print) == 1
+
+
+def test_who_comes_while_another_starts_the_fleet_is_told_so_and_lets_it_alone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (process,) = _up(1, home)
+    for command in (["up"], ["demo", "--once"]):
+        with starting_alone(fleet.run_folder()):
+            assert main([*command, "--ephemeral", "--model", str(home)]) == EXIT_PORT_IN_USE
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "another `kakeya up` (or `kakeya demo`) is starting the fleet" in line
+        assert _runs(process)
+    assert fleet.started_here() == [process]
+
+
+def test_what_an_interrupted_up_left_is_named_with_what_stops_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (process,) = _up(1, home)
+    (home / "run" / "fleet.json").unlink()
+    assert main(["up", "--ephemeral", "--model", str(home)]) == EXIT_PORT_IN_USE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"a cache (process {process.pid}) runs here" in line
+    assert "`kakeya down` stops it" in line
+    assert "--node-id" not in line
+    assert _runs(process)
+
+
+def test_a_node_of_the_same_name_is_to_be_stopped(home: Path) -> None:
+    """`kakeya up` has no flag for another name."""
+    lock = NodeLock(home / "nodes" / "local-cache", "local-cache")
+    try:
+        with pytest.raises(PortInUseError, match=r"local-cache is already in use.*stop that node") as raised:
+            fleet.start_fleet(fleet.FleetPlan(ephemeral=True, roles=("cache",)), print)
+    finally:
+        lock.release()
+    assert "--node-id" not in str(raised.value)
 
 
 ASCII = {"PYTHONIOENCODING": "ascii"}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket as os_socket
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -230,10 +232,12 @@ def test_a_descriptor_that_has_become_something_else_is_left_alone(guarded: Guar
     reader, writer = os.pipe()
     listener = os_socket.create_server(("127.0.0.1", 0))
     elsewhere = os_socket.create_connection(listener.getsockname())
+    before = os.listdir("/dev/fd")
     try:
         for descriptor in (reader, elsewhere.fileno(), 9_999):
             guarded.guard._unproven[descriptor] = False
             guarded.guard._cut(descriptor, REFUSED_UNPROVEN)
+        assert os.listdir("/dev/fd") == before, "what was no connection of ours was left open"
         os.write(writer, b"x")
         assert os.read(reader, 1) == b"x"
         accepted, _ = listener.accept()
@@ -246,3 +250,64 @@ def test_a_descriptor_that_has_become_something_else_is_left_alone(guarded: Guar
         os.close(writer)
         elsewhere.close()
         listener.close()
+
+
+def descriptors_open() -> list[int]:
+    return sorted(map(int, os.listdir("/dev/fd")))
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """This process may open exactly ``count`` files more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.dup(0)]
+    highest = max(descriptors_open())
+    while held[-1] < highest:
+        held.append(os.dup(0))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 1 + count, hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in held:
+            os.close(each)
+
+
+def test_a_look_at_something_else_leaves_no_descriptor_open(guarded: Guarded) -> None:
+    """A flood of connections that end at once: the numbers that the monitor told stand for other things by then."""
+    reader, writer = os.pipe()
+    try:
+        before = descriptors_open()
+        for descriptor in [reader, writer, 9_999] * 20:
+            assert guarded.guard._host(descriptor) == ""
+        assert descriptors_open() == before
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_without_free_descriptors_connections_are_cut_and_others_served(guarded: Guarded) -> None:
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(os_socket.socket()) for _ in range(4 * UNPROVEN_MAX)]
+        stack.enter_context(descriptors_left(UNPROVEN_MAX + 1))
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", guarded.port))
+        # The sixth takes the last descriptor: whoever waits is let in as soon as one is cut.
+        guarded.until(lambda: guarded.refusals[REFUSED_UNPROVEN] == 3 * UNPROVEN_MAX)
+        assert guarded.guard.connections == UNPROVEN_MAX
+    guarded.until(lambda: guarded.guard.connections == 0)
+
+
+def test_accepts_that_fail_without_end_are_no_flood_of_events(guarded: Guarded) -> None:
+    """libzmq tries again at once for as long as no descriptor is free."""
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(os_socket.socket()) for _ in range(2 * UNPROVEN_MAX)]
+        stack.enter_context(descriptors_left(1))
+        for stranger in strangers:
+            stranger.connect(("127.0.0.1", guarded.port))
+        started = time.process_time()
+        guarded.until(lambda: time.process_time() > started + 0.3)
+        assert guarded.guard.connections == 1
+        assert guarded.refusals == {}
+        assert not guarded.guard._pair.poll(0)
+    guarded.until(lambda: guarded.guard.connections == 0)

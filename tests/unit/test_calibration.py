@@ -55,18 +55,33 @@ def test_the_best_of_the_long_runs_counts() -> None:
 
 
 def test_a_slow_machine_is_not_kept_busy() -> None:
-    engine = TimedEngine(5.0)
-    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(SHORT_TOKENS / 5.0)
+    engine = TimedEngine(5.0, 4.8)
+    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(SHORT_TOKENS / 4.8)
     several = TimedEngine(0.9, 0.8, 0.85)
     assert measure_prefill(several, lambda: several.now) == pytest.approx(SHORT_TOKENS / 0.8)
     once = TimedEngine(0.3, 2.4)
     assert measure_prefill(once, lambda: once.now) == pytest.approx(LONG_TOKENS / 2.4)
 
 
-def test_a_first_run_that_reads_the_weights_from_disk_does_not_count() -> None:
-    engine = TimedEngine(3.5, 0.2, 1.2)
+@pytest.mark.parametrize("first_s", [3.5, 4.5, 10.0, 300.0])
+def test_a_first_run_that_reads_the_weights_from_disk_does_not_count(first_s: float) -> None:
+    engine = TimedEngine(first_s, 0.2, 1.2)
     assert measure_prefill(engine, lambda: engine.now) == pytest.approx(LONG_TOKENS / 1.2)
     assert engine.sizes == [SHORT_TOKENS, SHORT_TOKENS, LONG_TOKENS]
+
+
+def test_runs_after_a_first_one_from_disk_have_the_whole_budget() -> None:
+    engine = TimedEngine(60.0, 3.0, 0.8)
+    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(SHORT_TOKENS / 0.8)
+    assert engine.sizes == [SHORT_TOKENS] * 3
+
+
+def test_a_first_long_run_that_reads_more_weights_from_disk_does_not_count_alone() -> None:
+    engine = TimedEngine(0.05, 20.0, 0.5)
+    assert measure_prefill(engine, lambda: engine.now) == pytest.approx(LONG_TOKENS / 0.5)
+    slow = TimedEngine(0.05, 20.0, 19.0)
+    assert measure_prefill(slow, lambda: slow.now) == pytest.approx(LONG_TOKENS / 19.0)
+    assert slow.sizes == [SHORT_TOKENS, LONG_TOKENS, LONG_TOKENS]
 
 
 def test_what_cannot_be_measured_is_0_or_the_short_run() -> None:
@@ -75,5 +90,5 @@ def test_what_cannot_be_measured_is_0_or_the_short_run() -> None:
     short = TimedEngine(0.1, 0.2, fails_at=2)
     assert measure_prefill(short, lambda: short.now) == pytest.approx(SHORT_TOKENS / 0.1)
     second = TimedEngine(0.7, 0.7, fails_at=2)
-    assert measure_prefill(second, lambda: second.now) == pytest.approx(SHORT_TOKENS / 0.7)
+    assert measure_prefill(second, lambda: second.now) == 0.0
     assert measure_prefill(TimedEngine(0.0), lambda: 5.0) == 0.0

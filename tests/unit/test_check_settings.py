@@ -56,6 +56,29 @@ def test_unusable_settings_are_one_line(
     assert len(line.splitlines()) == 1
 
 
+def test_a_roster_that_is_named_has_to_be_there(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else a slip of the pen would let everybody with the PSK in. The daemon itself refuses it, too."""
+    (home / "kakeya.toml").write_text(f'roster_file = "{home}/flet.toml"\n', encoding="utf-8")
+    for extra in (["--check-settings"], ["--bind", "127.0.0.1:0"]):
+        assert main(["cache", *extra]) == EXIT_BAD_INPUT
+        assert "flet.toml cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_roster_that_leads_nowhere_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "fleet.toml").symlink_to(home / "elsewhere.toml")
+    assert main(["cache", "--check-settings"]) == EXIT_BAD_INPUT
+    assert "fleet.toml cannot be read" in capsys.readouterr().err
+
+
+def test_a_smallest_store_above_the_largest_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--adaptive-cache", "--cache-gb", "0.5", "--cache-min-gb", "1"]
+    assert main(["cache", "--check-settings", *flags]) == EXIT_BAD_INPUT
+    assert "cache_min_gb 1 is larger than cache_gb 0.5" in capsys.readouterr().err
+    (home / "kakeya.toml").write_text("adaptive_cache = true\ncache_gb = 0.5\ncache_min_gb = 1\n", encoding="utf-8")
+    assert main(["config", "show", "--role", "cache"]) == EXIT_BAD_INPUT
+    assert "cache_min_gb 1 is larger than cache_gb 0.5" in capsys.readouterr().err
+
+
 def test_a_folder_without_a_model_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["primary", "--check-settings", "--model", str(home)]) != EXIT_OK
     assert "config.json" in capsys.readouterr().err

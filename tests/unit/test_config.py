@@ -255,6 +255,29 @@ def test_levels_of_memory_must_be_in_order() -> None:
     assert resolve(flags={"memory_drain_gb": "18"}).settings.memory_drain_gb == 18
 
 
+def test_the_smallest_store_is_no_larger_than_the_largest() -> None:
+    wanted = {"adaptive_cache": "1", "cache_gb": "0.5"}
+    with pytest.raises(ConfigError, match=r"cache_min_gb 1 is larger than cache_gb 0\.5"):
+        resolve(flags={**wanted, "cache_min_gb": "1"})
+    assert resolve(flags={**wanted, "cache_min_gb": "0.5"}).settings.cache_min_gb == 0.5
+    assert resolve(flags={"cache_gb": "0.5", "cache_min_gb": "1"}).settings.cache_min_gb == 1, "of no effect"
+
+
+@pytest.mark.parametrize("defaults", [("cache_min_gb=1",), ()])
+def test_a_smallest_store_that_nobody_asked_for_gives_way(defaults: tuple[str, ...]) -> None:
+    flags = {"adaptive_cache": "1", "cache_gb": "0.125"}
+    found = resolve_settings("worker", flags, environment={}, defaults=defaults)
+    assert found.settings.cache_min_gb == 0.125
+    larger = resolve_settings("worker", {"adaptive_cache": "1", "cache_gb": "2"}, environment={}, defaults=defaults)
+    assert larger.settings.cache_min_gb == (1 if defaults else 0.25)
+
+
+def test_a_roster_in_the_usual_place_need_not_be_named() -> None:
+    assert not resolve(flags={"fleet_psk_file": "/keys/fleet.psk"}).settings.roster_is_named
+    named = {"fleet_psk_file": "/keys/fleet.psk", "roster_file": "/keys/flet.toml"}
+    assert resolve(flags=named).settings.roster_is_named
+
+
 # --- the usual file, the sample, and what is told ----------------------------------------------------------------------
 
 
@@ -358,6 +381,13 @@ def test_switches(text: Any, value: bool) -> None:
     assert parse_value(Option("s", "switch", False, "help"), text, "here") is value
     with pytest.raises(ConfigError, match="1 or 0"):
         parse_value(Option("s", "switch", False, "help"), "maybe", "here")
+
+
+def test_a_policy_that_needs_the_fleet_is_left_out_where_there_is_none() -> None:
+    """To roll back; sharing is on or off by decision, so the refusal does not only tell to turn it on."""
+    with pytest.raises(ConfigError, match="the prefill cache is off") as caught:
+        resolve_settings("primary", {"prefill_policy": "remote-required"}, environment={}, host_name=lambda: "box")
+    assert caught.value.remedy.startswith("leave the policy out")
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no such device here")

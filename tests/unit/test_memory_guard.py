@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -15,10 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from daemons import supervision
 from daemons.admission import NEW_WORK, Admission
-from daemons.health import STALE_AFTER_S, HealthBoard, HealthServer, Liveness
+from daemons.health import STALE_AFTER_S, HealthBoard, Liveness
+from daemons.health_server import HealthServer
 from daemons.memory_guard import REFERENCE_BYTES, MemoryGuard, MemoryLevel, MemoryLevels, ProcessMemory, memory_levels
-from daemons.supervision import Supervisor, stalled_s
+from daemons.supervision import AskingBoard, Supervisor, stalled_s
 from kakeya_zmq.config import Settings, resolve_settings
 from kakeya_zmq.engine import EngineMemory
 from kakeya_zmq.engine_runner import Running
@@ -192,6 +195,11 @@ class Runner:
 
 
 @dataclass
+class Descriptors:
+    trouble: str = ""
+
+
+@dataclass
 class Host:
     """A node as the supervisor sees it."""
 
@@ -199,6 +207,7 @@ class Host:
     sections: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     is_decoding: bool = False
+    descriptors: Descriptors = field(default_factory=Descriptors)
 
     def limit_memory(self, why: str) -> None: ...
 
@@ -296,13 +305,69 @@ def test_a_model_that_cannot_be_used_is_unhealthy_until_it_can(reactor: Reactor)
         supervisor.close()
 
 
+def test_the_endpoint_tells_the_present_and_not_the_last_look(reactor: Reactor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "LOOK_S_MAX", 3600.0)
+    port = free_port()
+    host, runner, held = Host(), Runner(), 4096
+    supervisor = Supervisor(
+        reactor,
+        replace(settings(memory_poll_s="3600", decode_stall_s="0"), runtime_health_port=port),
+        host,  # type: ignore[arg-type]
+        runner,
+        work=host,
+        fail=lambda error: None,
+        give_back=lambda: None,
+    )
+    thread = threading.Thread(target=reactor.run)
+    thread.start()
+
+    def tells(path: str, key: str, value: object) -> None:
+        deadline = time.monotonic() + 20
+        while (told := _get(port, path)[1].get(key)) != value and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert told == value
+
+    try:
+        tells("/v1/runtime/liveness", "phase", "idle")
+        host.is_decoding, runner.running = True, Running(Ticket(1), reactor.clock())
+        tells("/v1/runtime/liveness", "phase", "decode")
+        host.is_decoding, runner.running = False, None
+        tells("/v1/runtime/liveness", "sessions", 0)
+        tells("/v1/runtime/liveness", "phase", "idle")
+        host.state = "draining"
+        tells("/v1/runtime/liveness", "phase", "draining")
+        runner.memory = EngineMemory(active_bytes=held)
+        tells("/v1/runtime/memory", "mlx_active_bytes", held)
+    finally:
+        reactor.call(supervisor.close)
+        reactor.post(reactor.stop)
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_hangs_keeps_no_asker_for_long_and_is_told_when_it_has_been_silent() -> None:
+    asked: list[Any] = []
+    now = [0.0]
+    board = AskingBoard(asked.append, lambda: now[0])
+    board.put(Liveness("prefill", pid=1), {})
+    now[0] = STALE_AFTER_S + 1
+    for _ in range(100):
+        answer = board.answer("/healthz")
+    assert answer is not None
+    assert answer[1]["status"] == "the daemon does not react"
+    assert len(asked) == 1  # the others did not wait
+    asked[0]()
+    board.answer("/healthz")
+    assert len(asked) == 2
+
+
 # --- the endpoint ------------------------------------------------------------------------------------------------------
 
 
 def test_health_tells_memory_staleness_and_unknown_paths() -> None:
     now = [0.0]
     board = HealthBoard(lambda: now[0])
-    server = HealthServer(board, 0)
+    server = HealthServer(board.answer, 0)
     try:
         assert _get(server.port, "/healthz") == (503, {"status": "starting"})
         board.put(Liveness("idle", pid=1), {"level": "ok", "held_bytes": 5})
@@ -317,6 +382,6 @@ def test_health_tells_memory_staleness_and_unknown_paths() -> None:
         assert _get(server.port, "/healthz")[0] == 503
         assert _get(server.port, "/../etc")[0] == 404
         with pytest.raises(PortInUseError, match=str(server.port)):
-            HealthServer(board, server.port)
+            HealthServer(board.answer, server.port)
     finally:
         server.close()

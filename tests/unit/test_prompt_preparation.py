@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import pytest
 
+from kakeya_zmq.backoff import NEWCOMERS_PAUSE_S
 from kakeya_zmq.blocks import Part, needed_parts
 from kakeya_zmq.engine import ImportPrefix, Prefill, TokenArray
 from kakeya_zmq.planner import MeasuredRates
@@ -41,10 +43,24 @@ from kakeya_zmq.protocol.effects import (
     WantedPart,
 )
 from kakeya_zmq.protocol.flights import Flights
-from kakeya_zmq.protocol.offload_seal import PROVE_WITHIN_S, UNANSWERED
+from kakeya_zmq.protocol.offload_seal import (
+    NEWCOMER_PROVES_WITHIN_MAX_S,
+    NEWCOMER_PROVES_WITHIN_S,
+    PROVE_WITHIN_S,
+    QUICK_S,
+    UNANSWERED,
+    newcomer_proves_within_s,
+)
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from kakeya_zmq.protocol.prepare_phases import TRANSITIONS, Phase
-from kakeya_zmq.protocol.prepare_values import Cancelled, IdAllocator, PreparationSettings, Ready, Unavailable
+from kakeya_zmq.protocol.prepare_values import (
+    Cancelled,
+    IdAllocator,
+    PreparationSettings,
+    Ready,
+    Unavailable,
+    WorkerView,
+)
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
@@ -59,6 +75,7 @@ from tests.unit.preparation_kit import (
     all_parts,
     binding_of,
     chain_of,
+    key_of,
     new_store,
     preparation,
     tail_of,
@@ -100,10 +117,10 @@ Kind = TypeVar("Kind")
 class Desk:
     """Drives one preparation by hand: keeps the effects, runs the engine, answers for peers."""
 
-    def __init__(self, machine: PromptPreparation, engine: FakeEngine) -> None:
+    def __init__(self, machine: PromptPreparation, engine: FakeEngine, now: float = 10.0) -> None:
         self.machine = machine
         self.engine = engine
-        self.now = 10.0
+        self.now = now
         self.log: list[Effect] = []
         self.done: set[Ticket] = set()
         self.proven: set[AskId] = set()
@@ -181,9 +198,9 @@ def slow_here() -> MeasuredRates:
     return rates
 
 
-def desk(count: int, requirement: Requirement, live: int = 0, **options: Any) -> Desk:
+def desk(count: int, requirement: Requirement, live: int = 0, now: float = 10.0, **options: Any) -> Desk:
     history = tokens_of(count)
-    return Desk(preparation(history, requirement, live=live, **options), FakeEngine(history, requirement, live))
+    return Desk(preparation(history, requirement, live=live, **options), FakeEngine(history, requirement, live), now)
 
 
 def found(lookup: Ask, parts: Iterable[Part], tails: tuple[Tail, ...] = ()) -> AskReplied:
@@ -842,11 +859,68 @@ def test_a_worker_that_does_not_say_whether_it_takes_the_job_is_left_alone() -> 
     rates = slow_here()
     d = desk(65, FULL, workers=["v"], rates=rates)
     d.tick_until(lambda: bool(d.all(CancelAsk)))
-    assert d.now == 10.0 + PROVE_WITHIN_S
+    assert d.now == 10.0 + NEWCOMER_PROVES_WITHIN_S
     d.run_engine()
     assert f"worker v {UNANSWERED}" in d.ready().explanation.reasons
     assert d.all(Refuse) == [], "a node that is too busy to answer has done nothing wrong"
     assert desk(65, FULL, workers=["v"], rates=rates).asks(SubmitJob) == []
+
+
+def test_who_has_proven_itself_before_is_waited_for_longer_and_taken_among_likes() -> None:
+    rates = slow_here()
+    rates.backoff.proved(key_of("w"))
+    assert [ask.node_id for ask in desk(65, FULL, workers=["v", "w"], rates=rates).asks(SubmitJob)] == ["w"]
+    d = desk(65, FULL, workers=["w"], rates=rates)
+    d.tick_until(lambda: bool(d.all(CancelAsk)))
+    assert d.now == 10.0 + PROVE_WITHIN_S
+
+
+@pytest.mark.parametrize("code", [None, FailureCode.RESOURCE_EXHAUSTED, FailureCode.UNAVAILABLE, FailureCode.INTERNAL])
+def test_a_prompt_waits_for_one_newcomer_and_the_next_ones_for_none(code: FailureCode | None) -> None:
+    """It says nothing, or says late that it cannot; then neither it nor others of its kind are tried for a while."""
+    rates, names = slow_here(), [f"n{number}" for number in range(5)]
+
+    def asked_at(now: float) -> list[str]:
+        d = desk(65, FULL, workers=names, rates=rates, now=now)
+        while not d.all(RunCommand):
+            if code is None:
+                d.tick()
+            else:
+                d.now += 2 * QUICK_S
+                d.feed(AskFailed(job_of(d)[0].ask, code, "no"))
+        assert d.now <= now + NEWCOMER_PROVES_WITHIN_S
+        return [str(ask.node_id) for ask in d.asks(SubmitJob)]
+
+    assert asked_at(10.0) == ["n0"]
+    assert asked_at(12.0) == []
+    assert asked_at(12.0 + NEWCOMERS_PAUSE_S) in (["n0"], ["n1"]), "one, now and then"
+    rates.backoff.proved(key_of("n3"))
+    assert [ask.node_id for ask in desk(65, FULL, workers=names, rates=rates, now=23.0).asks(SubmitJob)] == ["n3"]
+
+
+def test_quick_refusals_of_newcomers_are_bounded_together_and_the_way_there_counts() -> None:
+    rates = slow_here()
+    d = desk(65, FULL, workers=[f"n{number}" for number in range(20)], rates=rates)
+    while not d.all(RunCommand):
+        d.now += 0.9 * QUICK_S
+        d.feed(AskFailed(job_of(d)[0].ask, FailureCode.RESOURCE_EXHAUSTED, "no"))
+    assert 1 < len(d.asks(SubmitJob)) <= 1 + NEWCOMER_PROVES_WITHIN_S / (0.9 * QUICK_S)
+    far = WorkerView(NodeId("far"), key_of("far"), round_trip_ms=400.0)
+    assert newcomer_proves_within_s(far) > 4 * 0.4
+    assert newcomer_proves_within_s(replace(far, round_trip_ms=1e6)) == NEWCOMER_PROVES_WITHIN_MAX_S
+
+
+def test_where_remote_is_required_silent_newcomers_are_tried_last_and_then_with_patience() -> None:
+    rates = slow_here()
+    d = desk(65, FULL, workers=["v", "w"], rates=rates, policy=PrefillPolicy.REMOTE_REQUIRED)
+    d.tick_until(lambda: len(d.asks(SubmitJob)) == 3)
+    assert [str(ask.node_id) for ask in d.asks(SubmitJob)] == ["v", "w", "v"]
+    assert d.now == 10.0 + NEWCOMER_PROVES_WITHIN_S + PROVE_WITHIN_S, "the last one that is left is waited for"
+    d.deliver(d.grant(d.asks(SubmitJob)[-1].ask), pick(65, d.all(ConnectReceiver)[0].wanted))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.WORKER, 0, 64)]
+    again = desk(65, FULL, workers=["v", "w"], rates=rates, policy=PrefillPolicy.REMOTE_REQUIRED)
+    assert [str(ask.node_id) for ask in again.asks(SubmitJob)] == ["v"], "it has worked"
 
 
 def test_another_worker_gets_the_job_sealed_anew() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kakeya_zmq.protocol.directory import CardRefused, CardsArrived, Directory, Expelled, PeerChanged, PeerGone
 from kakeya_zmq.protocol.identities import OTHER_KEY, REVOKED, IdentityBook
-from kakeya_zmq.protocol.revocation import FULL, MALFORMED, NOT_ENTITLED, TOO_MANY_OF_ISSUER, RevocationBook
+from kakeya_zmq.protocol.revocation import FULL, MALFORMED, NOT_ENTITLED, TOO_FAST, TOO_MANY_OF_ISSUER, RevocationBook
 from tests.unit.card_kit import card_blob, identity
 from wire.errors import RemoteProtocolError
 from wire.revocations import Revocation, open_revocation, sign_revocation
@@ -60,7 +60,7 @@ def test_a_signature_of_somebody_else() -> None:
 
 def test_a_full_book_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kakeya_zmq.protocol.revocation.REVOCATIONS_MAX", 2)
-    merged = book().merge(revocation(f"n{number}") for number in range(3))
+    merged = book().merge(revocation(f"n{number}", at=float(number)) for number in range(3))
     assert len(merged.revoked) == 2
     assert merged.refused == (FULL,)
 
@@ -113,6 +113,86 @@ def test_a_book_full_of_unknown_keys_takes_a_known_one(monkeypatch: pytest.Monke
     assert ours.wanted(mark) == b""
     lacked = open_revocation(revocation("real-2")).mark
     assert ours.wanted(lacked) == lacked, "whoever asks about one learns that it is not there"
+
+
+def filled(monkeypatch: pytest.MonkeyPatch, trusted: str = "") -> RevocationBook:
+    """A book that four identities of one member have filled by revoking each other; everybody is known."""
+    monkeypatch.setattr("kakeya_zmq.protocol.revocation.REVOCATIONS_MAX", 12)
+    ours = RevocationBook(lambda key: True, trusted=lambda key: bool(trusted) and key == identity(trusted).public_key)
+    rogues = [f"rogue-{number}" for number in range(4)]
+    ours.merge(revocation(key, issuer, 0.0) for issuer in rogues for key in rogues if key != issuer)
+    assert len(ours.blobs()) == 12
+    return ours
+
+
+def test_who_fills_the_book_with_many_identities_keeps_nobody_else_from_revoking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what had to make room does not come back in the place of others."""
+    ours = filled(monkeypatch)
+    before = ours.blobs()
+    assert [each.node_id for each in ours.merge((revocation("lost", at=9e9),)).revoked] == ["lost"]
+    (gone,) = set(before) - set(ours.blobs())
+    assert ours.merge((gone,)).refused == (FULL,)
+    assert identity("lost").public_key in ours
+
+
+def test_a_revocation_is_not_lifted_by_revoking_its_issuer_in_a_full_book(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = filled(monkeypatch)
+    ours.merge((revocation("rogue-0", at=5.0),))
+    ours.merge((revocation("admin", "rogue-8", 0.0), *(revocation(f"n{number}", "rogue-9", 0.0) for number in range(9))))
+    assert revocation("rogue-0", at=5.0) in ours.blobs()
+
+
+def test_the_own_operator_and_administrators_always_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = filled(monkeypatch, trusted="admin")
+    for number in range(11):
+        merged = ours.merge((revocation(f"n{number}", at=float(number)),))
+        assert (len(merged.revoked), merged.refused) == (1, ())
+    others = RevocationBook(lambda key: True)
+    others.merge(ours.blobs())
+    assert set(others.blobs()) == set(ours.blobs())
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), told=st.lists(st.integers(1, 4), min_size=2, max_size=6))
+def test_in_a_full_book_each_issuer_has_its_share_in_any_order(data: st.DataObject, told: list[int]) -> None:
+    """As many for each as go evenly into the book, whoever comes first and with how many; and those it said first."""
+    blobs = [
+        revocation(f"n{issuer}-{number}", f"i{issuer}", float(number))
+        for issuer in range(len(told))
+        for number in range(told[issuer])
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kakeya_zmq.protocol.revocation.REVOCATIONS_MAX", 8)
+        ours = RevocationBook(lambda key: True)
+        for blob in data.draw(st.permutations(blobs)):
+            ours.merge((blob,))
+    held = [open_revocation(blob) for blob in ours.blobs()]
+    assert len(held) == min(8, len(blobs))
+    for issuer, count in enumerate(told):
+        own = {each.issued_at_unix for each in held if each.issuer_id == f"i{issuer}"}
+        assert len(own) >= min(count, 8 // len(told))
+        assert own == set(range(len(own)))
+
+
+def test_what_was_judged_once_costs_nothing_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is held nor what found no room; and what may not be judged now is not, and not remembered either."""
+    ours = filled(monkeypatch)
+    asked: list[str] = []
+
+    def affordable(claimed: Revocation) -> bool:
+        asked.append(claimed.node_id)
+        return claimed.node_id != "dear"
+
+    late = revocation("rogue-9", "rogue-1", 1.0)
+    for _ in range(3):
+        assert ours.merge((*ours.blobs(), late), affordable).refused == (FULL,)
+    assert asked == ["rogue-9"]
+    assert ours.merge((revocation("dear"),), affordable).refused == (TOO_FAST,)
+    mark = open_revocation(late).mark
+    dear = open_revocation(revocation("dear")).mark
+    assert ours.wanted(mark + dear) == dear, "what found no room is not asked for in the place of others"
+    assert [each.node_id for each in ours.merge((revocation("dear"),)).taken] == ["dear"]
+    assert ours.wanted(mark) == mark, "the book has changed since, or only this one is asked about"
 
 
 @pytest.mark.parametrize("order", [("a-b", "b-a"), ("b-a", "a-b")])

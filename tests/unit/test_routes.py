@@ -256,3 +256,20 @@ def test_looking_again_costs_an_eighth_of_the_time_at_most() -> None:
             spent, best = spent + choice.chosen.cost_ms, best + 1000.0
         assert spent <= best * 1.13
         assert spent > best, "it was looked at again"
+
+
+@pytest.mark.parametrize("remote_required", [False, True])
+def test_among_workers_of_like_cost_a_proven_one_is_taken(remote_required: bool) -> None:
+    new, old = NodeId("new"), NodeId("old")
+
+    def taken(newcomers_ms: float) -> object:
+        routes = [
+            Route("worker new", newcomers_ms, 1e6, worker=new, proven=False),
+            Route("worker old", 100.0, 1e6, worker=old),
+            Route(HERE, 0.0, 1e6, rest_ms=1e6),
+        ]
+        choice = choose_route(routes, minimum_savings_ratio=0.1, remote_required=remote_required)
+        return choice.chosen and choice.chosen.worker
+
+    assert taken(81.0) == old
+    assert taken(79.0) == new, "its word counts until it is found out"

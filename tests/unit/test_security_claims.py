@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from daemons.entitlement import NEW_BURST, NEW_OF_ALL_PER_S, NEW_PER_S, SAVE_INTERVAL_S
 from kakeya_zmq.audit import (
     ENTRIES_BURST,
     ENTRIES_PER_S,
@@ -18,12 +19,18 @@ from kakeya_zmq.audit import (
     REASON_PER_S,
     TOTAL_PER_S,
 )
-from kakeya_zmq.backoff import PAUSE_FIRST_S, PAUSE_MAX_S
+from kakeya_zmq.backoff import NEWCOMERS_PAUSE_S, PAUSE_FIRST_S, PAUSE_MAX_S
 from kakeya_zmq.io.connections import UNPROVEN_MAX
 from kakeya_zmq.protocol.emptying import GRACE_S, INTERVAL_S
 from kakeya_zmq.protocol.identities import ACCOUNT_MAX, NODES_MAX
-from kakeya_zmq.protocol.offload_seal import PROVE_WITHIN_S
+from kakeya_zmq.protocol.offload_seal import (
+    NEWCOMER_PROVES_WITHIN_MAX_S,
+    NEWCOMER_PROVES_WITHIN_S,
+    PROVE_WITHIN_S,
+    ROUND_TRIPS,
+)
 from kakeya_zmq.protocol.revocation import PER_ISSUER_MAX
+from kakeya_zmq.protocol.revocation_room import UNMET_LEVELS
 from kakeya_zmq.protocol.session_server import (
     HELLOS_BURST,
     KEY_HELLOS_BURST,
@@ -88,7 +95,15 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert f"more than {UNPROVEN_MAX} of them" in protocol
     assert f"when {GRACE_S:.0f} s have passed, but never twice within {INTERVAL_S:.0f} s" in protocol
     assert f"for {PAUSE_FIRST_S:.0f} s, twice as long each time, at most {PAUSE_MAX_S:.0f} s" in protocol
-    assert f"or for {PROVE_WITHIN_S:.0f} s, after which" in " ".join(TEXTS["security.md"].split())
+    security = " ".join(TEXTS["security.md"].split())
+    assert f"or for {PROVE_WITHIN_S:.0f} s. Of a cache peer's place" in security
+    assert (NEWCOMER_PROVES_WITHIN_S, ROUND_TRIPS, NEWCOMER_PROVES_WITHIN_MAX_S) == (1.0, 4, 3.0)
+    pauses = f"for {PAUSE_FIRST_S:.0f} to {PAUSE_MAX_S:.0f} s, and all of his kind for {NEWCOMERS_PAUSE_S:.0f} s"
+    assert pauses in security
+    rates = f"{NEW_BURST:.0f} are looked at, then {NEW_PER_S:.0f} a second, of all together {NEW_OF_ALL_PER_S:.0f} a second"
+    assert rates in security
+    assert f"the file is written once in {SAVE_INTERVAL_S:.0f} s" in security
+    assert UNMET_LEVELS == 8  # docs/decisions/0023
     assert f"({NODES_MAX:,})" in protocol
     assert f"at most {ACCOUNT_MAX} newcomers" in protocol
     assert f"the {PER_ISSUER_MAX} earliest of its issuer" in protocol

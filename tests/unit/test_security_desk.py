@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from daemons.entitlement import LAPSED
+from daemons.entitlement import LAPSED, NEW_BURST
 from daemons.security import Security
 from kakeya_zmq.audit import REASONS_MAX, read_entries
 from kakeya_zmq.config import Settings, resolve_settings
 from kakeya_zmq.file_lock import locked
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.known_nodes import forget_node, load_known_nodes
+from kakeya_zmq.protocol.revocation import TOO_FAST
 from kakeya_zmq.revocation_file import add_revocation, load_revocations
 from tests.unit.card_kit import identity
 from tests.unit.test_cards import make_card
@@ -110,14 +111,14 @@ def card_of(name: str, key: str = "") -> Card:
     return make_card(node_id=name, identity_public_key=identity(key or name).public_key)
 
 
-def statement(revoked: str, issuer: str, *, claims: str = "somebody") -> bytes:
+def statement(revoked: str, issuer: str, *, claims: str = "somebody", at: float = 1.0) -> bytes:
     """A revocation whose texts say what the issuer likes."""
     made = Revocation(
         node_id=claims,
         identity_public_key=identity(revoked).public_key,
         issuer_id=claims,
         issuer_public_key=identity(issuer).public_key,
-        issued_at_unix=1.0,
+        issued_at_unix=at,
     )
     return sign_revocation(made, identity(issuer))
 
@@ -158,6 +159,41 @@ def test_what_others_put_into_the_file_of_revocations_is_not_lost(
     add_revocation(tmp_path, statement("peer", "me"))
     until(reactor, lambda: security.identities.is_revoked(identity("peer").public_key))
     security.close("done")
+
+
+def test_new_revocations_of_one_teller_are_bounded_and_others_are_heard(
+    reactor: Reactor, settings: Settings, tmp_path: Path
+) -> None:
+    """Ever earlier ones of one issuer: each would cost a signature, and take the place of the one before."""
+    security = desk(reactor, settings, tmp_path)
+    security.check_card(card_of("rogue"))
+    count = int(NEW_BURST) + 20
+    told = [statement(f"n{number}", "rogue", at=float(count - number)) for number in range(count)]
+    started = reactor.clock()
+    for blob in told:
+        security.entitlement.merge((blob,), b"teller")
+    assert security.refusals[TOO_FAST] >= 20 - 2 * (reactor.clock() - started) - 1
+    security.entitlement.merge((statement("lost", "rogue", at=0.5),), b"another")
+    assert security.identities.is_revoked(identity("lost").public_key)
+    security.close("done")
+
+
+def test_the_file_of_revocations_is_written_once_for_many_and_at_once_for_the_own_operator(
+    reactor: Reactor, settings: Settings, tmp_path: Path
+) -> None:
+    security = desk(reactor, settings, tmp_path)
+    security.check_card(card_of("peer"))
+    told = [statement(f"n{number}", "peer") for number in range(20)]
+    for blob in told:
+        security.entitlement.merge((blob,))
+    assert len(load_revocations(tmp_path)) == 1, "the others wait: a rush costs one writing"
+    security.entitlement.merge((statement("lost", "me"),))
+    assert set(load_revocations(tmp_path)) == {*told, statement("lost", "me")}
+    security.entitlement.merge((statement("late", "peer"),))
+    until(reactor, lambda: len(load_revocations(tmp_path)) == len(told) + 2)
+    security.entitlement.merge((statement("last", "peer"),))
+    security.close("done")
+    assert statement("last", "peer") in load_revocations(tmp_path)
 
 
 def test_two_writers_of_the_file_lose_nothing(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from kakeya_zmq.protocol.session import (
+    Abandon,
     ClientEffect,
     ClientEvent,
     ClientSession,
@@ -681,6 +682,17 @@ class TestLiveness:
         assert len(of(RequestEnded, pair.told_server)) == 1
         assert pair.server.deadline() is None
         assert pair.at_server(RouterFrames(pair.route, pair.to_server[0])) == [Refused("this server has shut down")]
+
+    def test_a_server_that_breaks_the_rules_is_left_alone_for_the_hosts_time(self, pair: Pair) -> None:
+        request_id = pair.ask()
+        for waits in (1, 2):  # also when it is done to a socket on which no session is up
+            pair.at_client(Abandon("noise", 60.0))
+            assert of(SessionDown, pair.told_client) == [SessionDown("noise")] * waits
+            assert [each.delay_s >= 60.0 for each in of(Reopen, pair.told_client)] == [True] * waits
+        assert [each.request_id for each in of(Failed, pair.told_client)] == [request_id]
+        assert pair.client.state is ClientState.CLOSED
+        pair.at_client(Leave("done"))
+        assert pair.at_client(Abandon("noise", 60.0)) == []
 
     def test_session_cap_evicts_the_unproven_first(self) -> None:
         server = make_server(sessions_max=2)

@@ -249,6 +249,7 @@ SINKS: Final = {
     ("daemons.console", "rich"): "say, stream, table and progress clean what they are given",
     ("daemons.console", "sys.stdout.write"): "JSON, escaped",
     ("daemons.console", "sys.stderr.write"): "the line of an error, cleaned",
+    ("daemons.console", "os.write"): "an empty line",
     ("daemons.log_files", "logging.StreamHandler"): "with one of the two formatters, which clean",
     ("daemons.log_files", "logging.basicConfig"): "with the handler above",
     ("daemons.logs", "sys.stdout.write"): "each line cleaned",

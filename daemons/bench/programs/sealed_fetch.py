@@ -18,7 +18,6 @@ from kakeya_zmq.blocks import Chain, Part, RawPart, bind_parts
 from kakeya_zmq.compat import Compatibility, block_hash, chain_hashes
 from kakeya_zmq.engine import ModelFacts, TokenArray
 from kakeya_zmq.io.memory import tune_heap
-from kakeya_zmq.io.threads import tune_threads
 from kakeya_zmq.protocol.prepare_values import PeerView, PreparationSettings, PreparationTask
 from wire.limits import BLOCK_TOKENS_DEFAULT, GIB
 from wire.messages import CipherSuite, PartKind, PrefillPolicy, Requirement
@@ -127,7 +126,6 @@ class SealedFetch:
 
 def main() -> None:
     tune_heap()  # as every daemon does; references do too
-    tune_threads()
     program = SealedFetch(sys.argv[1], Path(sys.argv[2]))
     try:
         serve({"publish": program.publish, "fetch": program.fetch, "digest": program.digest})
