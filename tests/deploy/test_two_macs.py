@@ -6,6 +6,7 @@ sessions that must show a fallback ask for local-fallback.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -44,6 +45,8 @@ LONG_ANSWER = 20_000
 """Tokens: never all asked for."""
 DECODED_MIN = 150
 COMPUTE_HERE = "compute here"
+SEEDS = itertools.count(10_000)
+"""Of prompts that nobody has seen."""
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +60,19 @@ def running(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytes
 @pytest.fixture
 def macs(running: TwoMacs) -> Iterator[TwoMacs]:
     running.heal()
+    prove(running)
     yield running
     running.show_logs()
+
+
+def prove(macs: TwoMacs) -> None:
+    """Have a job done: a worker that has not proven itself to a head is left alone for a while after whatever goes wrong."""
+    with macs.head.client() as client:
+
+        def used() -> bool:
+            return SourceKind.WORKER in asked(client, prompt(300, next(SEEDS)), publish=False).reused
+
+        wait_until(used, "the worker is used")
 
 
 def asked(client: Client, tokens: list[int], **options: Any) -> Answer:
