@@ -41,8 +41,9 @@ def test_a_revocation_ends_what_the_revoked_node_has_given_too(poisoned_fleet: F
     with poisoner.client() as client:
         answer(client, tokens, 1)
         wait_published(client, lambda: held(cache) > 0)
+    fleet.wait_card("cache", lambda row: row.get("cache_entries", 0) > 0, "the primary knows that the cache holds something")
     with primary.client() as client:
-        wrong = answer(client, tokens, 8)
+        wrong = answer(client, tokens, 8, policy=PrefillPolicy.REMOTE_REQUIRED)
         assert wrong.reused.get(SourceKind.REMOTE_CACHE, 0) > 0
         assert wrong.tokens != expected, "nothing tells wrong KV from right KV"
         again = answer(client, tokens, 8, policy=PrefillPolicy.LOCAL_ONLY)
