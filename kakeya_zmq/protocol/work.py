@@ -13,6 +13,8 @@ Rules
   What does not open is refused: so only they have anything computed here.
 - The same job id with the same content, from the same node, attaches to the job that exists (the older request ends with
   ABORTED, the transfer starts again on a new lane); other content under a used id is refused.
+- A lane that breaks does not end its job at once: the asker's cancellation, or its word that it has everything, may be
+  behind it on another connection.
 - A request ends exactly once: by a reply, a failure, or silently when nobody waits any more. A job ends at its deadline
   at the latest. Ended jobs are remembered for a while; their ids are not taken for other content.
 
@@ -57,7 +59,7 @@ from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US
 from kakeya_zmq.protocol.work_ending import JobEnding
 from kakeya_zmq.protocol.work_engine import JobEngine
 from kakeya_zmq.protocol.work_history import JobState, JobView
-from kakeya_zmq.protocol.work_job import Job, JobPhase, WorkSettings
+from kakeya_zmq.protocol.work_job import LANE_GRACE_S, BrokenLane, Job, JobPhase, WorkSettings
 from kakeya_zmq.protocol.work_lane import bind_lane, drop_lane, feed_lane
 from kakeya_zmq.protocol.work_store import JobStore
 from kakeya_zmq.protocol.work_table import JobTable
@@ -154,7 +156,7 @@ class WorkService:
         return self._table.views(now, self._speed)
 
     def deadline(self) -> float | None:
-        """When to send a Tick, seconds on the clock of ``now``: the first deadline of a job."""
+        """When to send a Tick, seconds on the clock of ``now``: the first deadline of a job or broken lane."""
         return self._table.deadline()
 
     # --- the machine -------------------------------------------------------------------------------------------
@@ -195,6 +197,10 @@ class WorkService:
         text = "the job was not done within its deadline"
         for job in self._table.late(now):
             effects += self._ending.give_up(job, FailureCode.DEADLINE_EXCEEDED, text, now)
+        for job in self._table.broken():
+            if job.broken is not None and now >= job.broken.fails_at:
+                early = f"the transfer ended early: {job.broken.reason}"
+                effects += self._ending.fail(job, FailureCode.UNAVAILABLE, early, now)
         return effects
 
     def shutdown(self, reason: str, now: float) -> list[Effect]:
@@ -251,6 +257,7 @@ class WorkService:
         job.fed = 0
         job.final_fed = False
         job.asker_done = False
+        job.broken = None
         effects.append(SendProgress(job.key, self._table.accepted(job, self._speed)))
         if job.phase is not JobPhase.QUEUED:
             effects += self._bind_lane(job)
@@ -389,6 +396,9 @@ class WorkService:
                     return []
                 if not complete:
                     return self._ending.give_up(job, FailureCode.ABORTED, "the asker gave the transfer up", now)
+                if job.broken is not None and job.final_fed:
+                    job.asker_done = True
+                    return self._ending.complete(job, job.broken.transferred_bytes, now)
                 if job.lane is None:
                     text = "the asker ended the transfer before it began"
                     return self._ending.give_up(job, FailureCode.ABORTED, text, now)
@@ -402,9 +412,12 @@ class WorkService:
         if job is None:
             return []
         job.lane = None
-        if not (event.ok and job.asker_done and job.final_fed):
+        if event.ok and job.asker_done and job.final_fed:
+            return self._ending.complete(job, event.transferred_bytes, now)
+        if job.asker_done or not job.lane_ready:
             return self._ending.fail(job, FailureCode.UNAVAILABLE, f"the transfer ended early: {event.reason}", now)
-        return self._ending.complete(job, event.transferred_bytes, now)
+        job.broken = BrokenLane(event.reason, event.transferred_bytes, now + LANE_GRACE_S)
+        return []
 
     def _progress(self, job: Job) -> Effect:
         body = JobProgress(tokens_done=job.position, tokens_total=job.target, tokens_reused=job.tokens_reused)

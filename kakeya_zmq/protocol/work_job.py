@@ -23,6 +23,10 @@ from wire.messages import PartKind, PartRef, SubmitJob
 
 ENDED_JOBS_MAX: Final = 1024
 
+LANE_GRACE_S: Final = 0.25
+"""How long a job waits for its asker's word after its lane broke. An asker that cancels hangs up on two connections, and
+either may be seen first; that its own lane broke it knows by itself, so that nobody waits for this."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkSettings:
@@ -50,6 +54,16 @@ class JobPhase(Enum):
     COMPUTING = "computing"
     DRAINING = "draining"
     ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class BrokenLane:
+    """A lane that ended before its asker had said that it has everything."""
+
+    reason: str
+    transferred_bytes: int
+    fails_at: float
+    """When the job ends for it, seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +110,8 @@ class Job:
     ticket: Ticket | None = None
     """The import or prefill that is under way."""
     asker_done: bool = False
+    broken: BrokenLane | None = None
+    """The present request's lane has ended early, and its asker has not said why."""
 
     @property
     def target(self) -> int:

@@ -57,8 +57,13 @@ class JobTable:
         """Jobs whose deadline has passed."""
         return [job for job in self.active() if now >= job.deadline]
 
+    def broken(self) -> list[Job]:
+        """Jobs that wait for the word of an asker whose lane broke."""
+        return [job for job in self.under_way() if job.broken is not None]
+
     def deadline(self) -> float | None:
-        return min((job.deadline for job in self.active()), default=None)
+        due = [job.deadline for job in self.active()]
+        return min([*due, *(job.broken.fails_at for job in self.under_way() if job.broken is not None)], default=None)
 
     def queued_tokens(self) -> int:
         """Tokens still to compute, as far as known."""

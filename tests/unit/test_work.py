@@ -22,9 +22,11 @@ from kakeya_zmq.protocol.effects import (
     RunCommand,
     SendFailure,
     SendProgress,
+    Tick,
 )
-from kakeya_zmq.protocol.work import WorkSettings
+from kakeya_zmq.protocol.work import JobState, WorkSettings
 from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US
+from kakeya_zmq.protocol.work_job import LANE_GRACE_S
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
@@ -410,6 +412,71 @@ def test_an_attach_after_the_asker_was_done_waits_for_the_new_asker() -> None:
         if host.lanes[lane].closed:
             host.send(LaneFinished(lane, True, "", 7))
             del host.lanes[lane]
+    assert again in host.requests
+    host.drain()
+    assert isinstance(outcome(host, again), JobResult)
+
+
+# --- lanes that break ----------------------------------------------------------------------------------------------------
+
+
+def with_a_broken_lane(*, computed: bool) -> tuple[WorkHost, RequestKey]:
+    """A job whose lane has just ended, before or after it was given the last part."""
+    host = WorkHost(FULL)
+    key = host.submit(tokens_of(100))
+    host.open_lane(only_lane(host))
+    while computed and host.step():
+        pass
+    host.finish_lane(only_lane(host))
+    assert key in host.requests, "its asker may be about to say why"
+    return host, key
+
+
+def last_state(host: WorkHost) -> JobState:
+    (view,) = host.service.jobs(host.now)
+    return view.state
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_lane_that_breaks_just_before_the_cancellation_comes_makes_the_job_cancelled(computed: bool) -> None:
+    host, key = with_a_broken_lane(computed=computed)
+    host.cancel(key)
+    assert last_state(host) is JobState.CANCELLED
+    host.drain()
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_broken_lane_of_which_nobody_says_anything_fails_the_job(computed: bool) -> None:
+    host, key = with_a_broken_lane(computed=computed)
+    due = host.service.deadline()
+    assert due == pytest.approx(host.now + LANE_GRACE_S)
+    host.now = due
+    host.send(Tick())
+    assert outcome(host, key) is FailureCode.UNAVAILABLE
+    assert host.failures == ["the transfer ended early: it ended"]
+    host.drain()
+
+
+def test_an_asker_that_has_everything_may_close_the_lane_before_its_word_arrives() -> None:
+    host, key = with_a_broken_lane(computed=True)
+    host.done(key)
+    assert isinstance(outcome(host, key), JobResult)
+    host.drain()
+
+
+def test_an_asker_that_claims_to_have_more_than_it_was_sent_ends_its_job() -> None:
+    host, key = with_a_broken_lane(computed=False)
+    host.done(key)
+    assert outcome(host, key) is FailureCode.ABORTED
+    host.drain()
+
+
+def test_an_asker_may_attach_again_while_its_broken_lane_is_waited_for() -> None:
+    host, first = with_a_broken_lane(computed=False)
+    again = host.submit(tokens_of(100))
+    assert outcome(host, first) is FailureCode.ABORTED
+    host.now += 2 * LANE_GRACE_S
+    host.send(Tick())
     assert again in host.requests
     host.drain()
     assert isinstance(outcome(host, again), JobResult)
