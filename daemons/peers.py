@@ -222,7 +222,7 @@ class PeerTable:
     def traffic(self) -> dict[str, int]:
         """Messages that were sent to other nodes and that came back, over all connections so far; pings don't count."""
         total = self._ended.copy()
-        for link in self._links:
+        for link in [*self._links, *self._retiring]:
             total.update(link.client.counters)
         return {f"fleet_{name}": total[name] for name in ("requests", "updates", "cancels", "answers")}
 

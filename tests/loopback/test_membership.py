@@ -129,6 +129,7 @@ def test_requests_under_way_end_over_the_connection_they_began_on(world: World) 
     table.peers.update(card_of(world.server_node, fast.address, slow.address, sequence=2))
     world.until(lambda: table.at("server", fast))
     assert not asked.over
+    assert table.peers.traffic()["fleet_requests"] == 1, "what goes over a connection that is let go of counts as well"
     answer_done(waiting[0])
     world.until(lambda: asked.over)
     assert asked.failures == []
