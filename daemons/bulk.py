@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import Lane, LaneGroup
 from kakeya_zmq.io.memory import BufferPool
 from kakeya_zmq.io.reactor import Reactor, TimerHandle
@@ -37,6 +38,7 @@ class BulkShell:
         self._ports = ports
         self._deliver = deliver
         self._group = LaneGroup()
+        self._threads = LaneThreads()
         self.pool = BufferPool()
         self._trim: TimerHandle | None = None
         self.opened = 0
@@ -56,6 +58,7 @@ class BulkShell:
                 link_codec=effect.link_codec,
                 value_bytes=effect.value_bytes,
                 post=self._post,
+                threads=self._threads,
                 idle_timeout_s=SENDER_IDLE_SECONDS,
             )
         )
@@ -71,6 +74,7 @@ class BulkShell:
                 parts=effect.parts,
                 value_bytes=effect.value_bytes,
                 post=self._post,
+                threads=self._threads,
                 idle_timeout_s=SENDER_IDLE_SECONDS,
             )
         )
@@ -89,6 +93,7 @@ class BulkShell:
                 allocate_part=self.pool.allocate,
                 link_codec=effect.link_codec,
                 post=self._post,
+                threads=self._threads,
                 idle_timeout_s=PUBLISH_IDLE_SECONDS,
             )
         )
@@ -104,6 +109,7 @@ class BulkShell:
                 budget_bytes=effect.budget_bytes,
                 idle_timeout_s=effect.idle_timeout_s,
                 post=self._post,
+                threads=self._threads,
                 # The seal proves who sent the bytes, not that they are still what was stored: memory of a peer can rot.
                 verify_digests=False,
                 allocate_part=self.pool.allocate,
@@ -126,6 +132,7 @@ class BulkShell:
             lane.close(effect.ok, effect.reason)
 
     def close_all(self, timeout_s: float) -> bool:
+        self._threads.close()
         return self._group.close_all(timeout_s)
 
     def __len__(self) -> int:

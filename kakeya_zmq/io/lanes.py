@@ -24,6 +24,7 @@ import zmq
 
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
+from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import Address, PortRange, WakeUp
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
@@ -43,7 +44,9 @@ _TOKEN_BYTES: Final = 32
 class Lane(ABC):
     """One bulk transfer: a thread and its socket. Made by SenderLane and ReceiverLane."""
 
-    def __init__(self, context: ZmqContext, lane: LaneId, post: Post, idle_timeout_s: float) -> None:
+    def __init__(
+        self, context: ZmqContext, lane: LaneId, post: Post, idle_timeout_s: float, threads: LaneThreads | None
+    ) -> None:
         if idle_timeout_s <= 0:
             raise LocalProtocolError("a lane's idle timeout must be positive")
         self._context = context
@@ -53,13 +56,14 @@ class Lane(ABC):
         self._lock = threading.Lock()
         self._wake_up = WakeUp()
         self._close_request: tuple[bool, str] | None = None
+        self._threads = threads or LaneThreads(spare=0)
+        self._ended = threading.Event()
         # Below: the lane's thread only.
         self._socket: zmq.Socket[bytes]
         self._watch: ConnectionWatch
         self._poller = zmq.Poller()
         self._transferred_bytes = 0
         self._progress_at = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name=f"kakeya-lane-{lane}")
 
     @property
     def lane_id(self) -> LaneId:
@@ -67,8 +71,12 @@ class Lane(ABC):
 
     @property
     def alive(self) -> bool:
-        """Whether the lane's thread still runs."""
-        return self._thread.is_alive()
+        """Whether the lane has not ended."""
+        return not self._ended.is_set()
+
+    def start(self) -> None:
+        """Begin; once."""
+        self._threads.run(self._run)
 
     def close(self, ok: bool, reason: str) -> None:
         """End the transfer. ``ok``: the other side has all it wanted. The first call counts; LaneFinished follows."""
@@ -78,9 +86,8 @@ class Lane(ABC):
         self._wake_up.notify()
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread's end; True if it has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        """Wait for the lane's end; True if it has ended."""
+        return self._ended.wait(timeout_s)
 
     # --- the lane's thread ---
 
@@ -120,6 +127,7 @@ class Lane(ABC):
             self._release()
             self._wake_up.close()
             self._post(LaneFinished(self._lane, ok=ok, reason=reason, transferred_bytes=self._transferred_bytes))
+            self._ended.set()
 
     def _requested_close(self) -> tuple[bool, str] | None:
         with self._lock:

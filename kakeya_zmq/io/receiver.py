@@ -23,6 +23,7 @@ from kakeya_zmq.blocks import Part, is_intact
 from kakeya_zmq.codecs.link import FrameDecoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
+from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import Allocate, allocate
 from kakeya_zmq.io.monitor import ConnectionWatch
@@ -55,8 +56,9 @@ class ReceiverLane(Lane):
         credit_bytes: int,
         verify_digests: bool,
         allocate_part: Allocate,
+        threads: LaneThreads | None,
     ) -> None:
-        super().__init__(context, lane, post, idle_timeout_s)
+        super().__init__(context, lane, post, idle_timeout_s, threads)
         self._side = side
         self._filter = filter_
         self._initial_credit_bytes = credit_bytes
@@ -81,6 +83,7 @@ class ReceiverLane(Lane):
         verify_digests: bool,
         credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
         allocate_part: Allocate = allocate,
+        threads: LaneThreads | None = None,
     ) -> ReceiverLane:
         """Pull a granted transfer.
 
@@ -93,14 +96,16 @@ class ReceiverLane(Lane):
                 which is always checked, proves that they were not damaged where they lay.
             credit_bytes: what the sender was granted at the start.
             allocate_part: gives the buffers of parts, for example a :class:`kakeya_zmq.io.memory.BufferPool`'s.
+            threads: lends the lane its thread; None: one that is started for it.
 
         Raises:
             LocalProtocolError: the grant's chunk size is out of range.
         """
         filter_ = PartFilter({(part.ref.block_hash, part.ref.kind): part for part in expected}, budget_bytes)
         side = ConnectingSide(host, grant)
-        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, verify_digests, allocate_part)
-        receiver._thread.start()
+        options = (credit_bytes, verify_digests, allocate_part, threads)
+        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, *options)
+        receiver.start()
         return receiver
 
     @classmethod
@@ -120,6 +125,7 @@ class ReceiverLane(Lane):
         credit_bytes: int = limits.CREDIT_BYTES_DEFAULT,
         link_codec: LinkCodec = LinkCodec.NONE,
         allocate_part: Allocate = allocate,
+        threads: LaneThreads | None = None,
     ) -> ReceiverLane:
         """Accept one publish of exactly these parts: bind a one-shot PULL and post LaneOpened. Digests are verified.
 
@@ -129,8 +135,9 @@ class ReceiverLane(Lane):
         budget_bytes = sum(meta.length_bytes for meta in expected)
         filter_ = PartFilter({(meta.block_hash, meta.kind): meta for meta in expected}, budget_bytes)
         side = BoundSide(gate, host, port_range, suite, chunk_bytes, link_codec)
-        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, credit_bytes, True, allocate_part)
-        receiver._thread.start()
+        options = (credit_bytes, True, allocate_part, threads)
+        receiver = cls(context, lane, post, idle_timeout_s, side, filter_, *options)
+        receiver.start()
         return receiver
 
     # --- the lane's thread ---

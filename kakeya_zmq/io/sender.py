@@ -24,6 +24,7 @@ from kakeya_zmq.blocks import Part
 from kakeya_zmq.codecs.link import NAMES, FrameEncoder
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
+from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import allocate
 from kakeya_zmq.io.monitor import ConnectionWatch
@@ -94,8 +95,9 @@ class SenderLane(Lane):
         credit_bytes: int,
         side: BoundSide | ConnectingSide,
         value_bytes: ValueBytes,
+        threads: LaneThreads | None,
     ) -> None:
-        super().__init__(context, lane, post, idle_timeout_s)
+        super().__init__(context, lane, post, idle_timeout_s, threads)
         self._side = side
         self._value_bytes = value_bytes
         self._fed: deque[_Batch] = deque()
@@ -128,8 +130,9 @@ class SenderLane(Lane):
         idle_timeout_s: float,
         link_codec: LinkCodec = LinkCodec.NONE,
         value_bytes: ValueBytes = 1,
+        threads: LaneThreads | None = None,
     ) -> SenderLane:
-        """Serve one transfer: bind a one-shot PUSH and post LaneOpened; then feed it.
+        """Serve one transfer: bind a one-shot PUSH and post LaneOpened. It can be fed at once.
 
         Args:
             host: address of this machine to listen on.
@@ -139,14 +142,15 @@ class SenderLane(Lane):
             idle_timeout_s: see the module's rule 4.
             link_codec: how data chunks are packed.
             value_bytes: width of a value in the parts, for the codec.
+            threads: lends the lane its thread; None: one that is started for it.
 
         Raises:
             LocalProtocolError: chunk size out of range, or larger than the credit (nothing could ever be sent).
         """
         _check_credit(credit_bytes, chunk_bytes)
         side = BoundSide(gate, host, port_range, suite, chunk_bytes, link_codec)
-        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, side, value_bytes)
-        sender._thread.start()
+        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, side, value_bytes, threads)
+        sender.start()
         return sender
 
     @classmethod
@@ -162,6 +166,7 @@ class SenderLane(Lane):
         post: Post,
         idle_timeout_s: float,
         value_bytes: ValueBytes = 1,
+        threads: LaneThreads | None = None,
     ) -> SenderLane:
         """Push exactly ``parts`` to the peer that granted it; as :meth:`bind`, but there is no LaneOpened.
 
@@ -171,9 +176,10 @@ class SenderLane(Lane):
             LocalProtocolError: as :meth:`bind`.
         """
         _check_credit(credit_bytes, grant.chunk_bytes)
-        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, ConnectingSide(host, grant), value_bytes)
+        side = ConnectingSide(host, grant)
+        sender = cls(context, lane, post, idle_timeout_s, credit_bytes, side, value_bytes, threads)
         sender.feed(parts, final=True)
-        sender._thread.start()
+        sender.start()
         return sender
 
     def feed(self, parts: Sequence[Part], final: bool) -> None:

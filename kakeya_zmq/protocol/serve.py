@@ -14,11 +14,12 @@ Rules
 * A lease serves the node that it was given to, as long as its namespace exists for that node; for others it is unknown.
 * A fetch keeps the asker's lease alive while it runs. The asker may release it in the middle: the sender has the parts.
 
-Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers; a transfer goes
+Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers
+(the lane of a fetch is fed when it is bound); a transfer goes
 through these phases, and what an event does depends on nothing else:
 
     phase     fetch                                   publish
-    OPENING   LaneOpened -> send grant, feed, RUNNING LaneOpened -> send grant, RUNNING
+    OPENING   LaneOpened -> send grant, RUNNING       LaneOpened -> send grant, RUNNING
     RUNNING   Credit -> AddCredit                     CreditEarned -> send Credit
               TransferDone -> close, reply            PartsReceived -> store; the last one: close, reply
               LaneFinished -> failure (or reply), gone LaneFinished -> reply with what was stored, gone
@@ -242,7 +243,8 @@ class CacheService:
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         credit_bytes = min(body.credit_bytes, limits.TRANSFER_BYTES_MAX)
         bind = BindSender(lane, suite, chunk_bytes, credit_bytes, body.link_codec, body.value_bytes)
-        return [Count("cache_fetches"), bind]
+        # What is there can be sealed while the asker connects.
+        return [Count("cache_fetches"), bind, FeedSender(lane, parts, final=True)]
 
     def _lease_of(self, node_id: NodeId, lease_id: LeaseId, now: float) -> LeaseInfo | None:
         """A lease that a node was given and may still use, or None."""
@@ -305,7 +307,7 @@ class CacheService:
         match event, transfer:
             case LaneOpened(grant=grant), Outgoing(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING
-                return [SendProgress(transfer.key, grant), FeedSender(lane, transfer.parts, final=True)]
+                return [SendProgress(transfer.key, grant)]
             case LaneOpened(grant=grant), Incoming(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING
                 body = PublishGrant(wanted=transfer.wanted, grant=grant, credit_bytes=limits.CREDIT_BYTES_DEFAULT)
