@@ -69,8 +69,9 @@ PART_BYTES_MAX: Final = 1 * GIB
 PARTS_PER_MANIFEST_MAX: Final = 4096
 MANIFEST_BYTES_MAX: Final = 1 * MIB
 TRANSFER_BYTES_MAX: Final = 64 * GIB
-CREDIT_BYTES_DEFAULT: Final = 16 * MIB
-"""Bytes a sender may have in flight: four chunks of the largest size."""
+CREDIT_BYTES_DEFAULT: Final = 64 * MIB
+"""Bytes a sender may have sent that the receiver has not processed. So that most transfers need no more credit, each grant
+of which takes a turn on both sides; what either side holds of them in memory is bounded by its queues, a few chunks."""
 PARTS_PER_REQUEST_MAX: Final = 16_384
 """Part references in one fetch or offer; 48 bytes each as encoded, so the message stays under its cap."""
 

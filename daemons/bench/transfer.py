@@ -22,7 +22,7 @@ from wire.limits import KIB, MIB
 PEER_PROGRAMS = {"raw TCP": "raw_tcp", "gRPC": "grpc_stream", "Redis": "redis_get"}
 MEMORY_BAR = 1.3
 SERVER_MEMORY_BAR = 0.5
-"""What a server needs depends on the credit of a transfer (16 MiB), never on its size."""
+"""What a server needs are the chunk buffers of a transfer (8 MiB), whatever its size."""
 
 
 @dataclass(frozen=True, slots=True)

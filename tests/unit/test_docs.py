@@ -87,7 +87,7 @@ def section_figures() -> dict[str, set[str]]:
 def traffic_figures() -> set[str]:
     """What a table of peers without any connection reports."""
     peers = object.__new__(PeerTable)
-    peers._links, peers._ended = [], Counter()
+    peers._links, peers._retiring, peers._ended = [], [], Counter()
     return set(peers.traffic())
 
 
