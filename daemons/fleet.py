@@ -23,6 +23,7 @@ import psutil
 
 from daemons.fleet_home import check_room, starting_alone, unwritable
 from daemons.node_lock import REMEDY as NODE_REMEDY
+from daemons.run import bound_file
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.options import DEFAULT_PORTS
@@ -190,7 +191,7 @@ def _start_fleet(plan: FleetPlan, tell: Callable[[str], None]) -> tuple[Member, 
             undo.pop_all()
     finally:
         for process in starting:
-            process.ready_file.unlink(missing_ok=True)
+            process.forget_files()
     members = tuple(running[role] for role in plan.roles if role in running)
     save_fleet(members)
     return members
@@ -206,7 +207,7 @@ class Starting:
         self.address = address
         self.arguments = tuple(arguments)
         ready_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        ready_file.unlink(missing_ok=True)
+        self.forget_files()
         log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._log_start = log.stat().st_size if log.exists() else 0
         with log.open("ab") as stream:
@@ -219,18 +220,27 @@ class Starting:
             )
 
     def wait_for_address(self, tell: Callable[[str], None]) -> str:
-        """Where it will serve: known at once with a fixed port, else once it is ready."""
+        """Where it will serve: known at once with a fixed port, else once that is bound. It may still be loading."""
         if not self.address.endswith(":0"):
             return self.address
-        return self.wait_ready(tell).address
+        return str(self._wait_for(bound_file(self.ready_file), tell)["address"])
 
     def wait_ready(self, tell: Callable[[str], None]) -> Member:
+        return self._member(self._wait_for(self.ready_file, tell))
+
+    def forget_files(self) -> None:
+        """Remove what it told only us."""
+        for file in (self.ready_file, bound_file(self.ready_file)):
+            file.unlink(missing_ok=True)
+
+    def _wait_for(self, file: Path, tell: Callable[[str], None]) -> dict[str, object]:
+        """What the daemon writes there."""
         started = time.monotonic()
         told = started
         while time.monotonic() - started < START_TIMEOUT_SECONDS:
-            facts = self._facts()
+            facts = self._facts(file)
             if facts is not None:
-                return self._member(facts)
+                return facts
             if self.process.poll() is not None:
                 raise self._refusal(self.process.returncode)
             if time.monotonic() - told > 5:
@@ -261,9 +271,9 @@ class Starting:
         kinds: dict[int, type[ConfigError]] = {4: SecretFileError, 5: PortInUseError}
         return kinds.get(code, ConfigError)(f"the {self.role} did not start: {line}")
 
-    def _facts(self) -> dict[str, object] | None:
+    def _facts(self, file: Path) -> dict[str, object] | None:
         try:
-            facts = json.loads(self.ready_file.read_text(encoding="utf-8"))
+            facts: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
         return facts if facts.get("pid") == self.process.pid else None

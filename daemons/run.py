@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from daemons.bus_note import BusNote
 from daemons.log_files import CHECK_SECONDS, LogRotation, set_up_logging
@@ -25,11 +25,19 @@ from wire.limits import MIB
 __all__ = ["Daemon", "check_ready_file", "leave", "run_daemon", "set_up_logging", "stop_signals", "write_ready_file"]
 DRAIN_LOOK_SECONDS = 0.02
 
+if TYPE_CHECKING:
+    from daemons.node import Node
+
 _log = logging.getLogger(__name__)
 
 
 class Daemon(Protocol):
     """A role, ready to run on the reactor's thread."""
+
+    @property
+    def node(self) -> Node:
+        """What it is in the fleet; its port is bound."""
+        ...
 
     def begin(self, ready: Callable[[dict[str, object]], None], fail: Callable[[BaseException], None]) -> None:
         """Start; call ``ready(facts)`` once it serves, or ``fail(error)`` when it never will."""
@@ -80,6 +88,12 @@ def write_ready_file(path: str, facts: dict[str, object]) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise _unusable_ready_file(error.strerror or "unknown error") from None
+
+
+def bound_file(path: str | Path) -> Path:
+    """Beside a ready file: where the address stands as soon as the port is bound, while a model may still be loading."""
+    ready = Path(path)
+    return ready.with_name(f"{ready.name}.bound")
 
 
 def check_ready_file(path: str) -> None:
@@ -142,6 +156,9 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         with stop_signals(stop):
             try:
                 daemon = make(reactor)
+                if settings.ready_file:
+                    bound = {"pid": os.getpid(), "address": str(daemon.node.address)}
+                    write_ready_file(str(bound_file(settings.ready_file)), bound)
                 _rotate_log(reactor, LogRotation(int(settings.log_max_mb * MIB)))
                 daemon.begin(ready, fail)
                 reactor.run()
@@ -151,8 +168,9 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
                     daemon.end(reasons[0] if reasons else "stopping")
                 reactor.close(5.0)
                 if settings.ready_file:
-                    with contextlib.suppress(OSError):
-                        Path(settings.ready_file).unlink(missing_ok=True)
+                    for file in (Path(settings.ready_file), bound_file(settings.ready_file)):
+                        with contextlib.suppress(OSError):
+                            file.unlink(missing_ok=True)
     except PortInUseError as error:
         raise with_owner(error) from None
     if failure:

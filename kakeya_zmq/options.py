@@ -496,7 +496,12 @@ OPTIONS: tuple[Option, ...] = (
         minimum=0,
         maximum=86_400,
     ),
-    Option("ready_file", "path", "", "file to write this daemon's addresses to once it serves (for scripts)"),
+    Option(
+        "ready_file",
+        "path",
+        "",
+        "file to write this daemon's addresses to once it serves; FILE.bound has its address before",
+    ),
     Option("log_level", "choice", "info", "least level of log lines", ALL_ROLES, ("debug", "info", "warning", "error")),
     Option("log_format", "choice", "human", "lines for people, or one JSON object a line", ALL_ROLES, ("human", "json")),
     Option(

@@ -37,7 +37,7 @@ class Verdict:
 
 
 def run(rig: Rig, options: BenchOptions) -> Outcome:
-    prompts = options.choose(2, PROMPTS_MIN, 2)
+    prompts = options.choose(1, PROMPTS_MIN, 2)
     # Longer than the model's sliding window, and no whole number of blocks: windows and tails take part.
     tokens, fed = options.choose(200, 560, 200), options.choose(8, 64, 8)
     program = rig.model_program("kv_codecs")

@@ -28,8 +28,14 @@ POLL_SECONDS = 0.02
 HEAD_IDS = 10_000
 """Fewer than the vocabulary of any model with a tokenizer file has."""
 MODEL_ROLES = ("primary", "worker", "cache")
-MODEL_REFERENCES = {"remote-compute": "bare_mlx", "decode": "bare_mlx", "ttft": "engine_import"}
-"""Programs that load the model, by the benchmark that needs them beside the model fleet."""
+MODEL_PROGRAMS = {
+    "codecs": "kv_codecs",
+    "fidelity": "kv_codecs",
+    "remote-compute": "bare_mlx",
+    "ttft": "engine_import",
+    "decode": "bare_mlx",
+}
+"""Programs that load the model, by the benchmark that needs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +88,7 @@ class Rig:
         self._model_fleet: BenchFleet | None = None
         self._model_programs: dict[str, Program] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
-        self._references = dict.fromkeys(MODEL_REFERENCES[name] for name in names if name in MODEL_REFERENCES)
+        self._needed = tuple(dict.fromkeys(MODEL_PROGRAMS[name] for name in names if name in MODEL_PROGRAMS))
 
     def close(self) -> None:
         self._stack.close()
@@ -104,6 +110,20 @@ class Rig:
         if name not in self._loaded:
             self._loaded[name] = self._model_programs[name].hear()
         return self._model_programs[name]
+
+    def load_ahead(self) -> None:
+        """Begin to load the model into the programs of this run: while something is done whose time does not count."""
+        with contextlib.suppress(KakeyaError):  # whoever needs the model will tell what is wrong with it
+            for name in self._needed:
+                self._begin_loading(name)
+
+    def await_loaded(self) -> None:
+        """Wait until nothing loads any more."""
+        for name in [name for name in self._model_programs if name not in self._loaded]:
+            try:
+                self.model_program(name)
+            except KakeyaError:  # started again by whoever needs it, who will tell
+                self._model_programs.pop(name).close()
 
     def loaded(self, name: str) -> dict[str, Any]:
         """What :meth:`model_program` answered when it had loaded the model."""
@@ -136,11 +156,11 @@ class Rig:
         """Primary, worker and cache peer, started once and kept for the run."""
         if self._model_fleet is None:
             self.tell("loading the model into a primary, a worker and the references")
-            for name in self._references:  # at the same time: nothing is measured while models load
+            for name in self._needed:  # at the same time: nothing is measured while models load
                 self._begin_loading(name)
             running = self._stack.enter_context(self.fleet("model", MODEL_ROLES))
             self.await_peers(running)
-            for name in self._references:
+            for name in self._needed:
                 self.model_program(name)
             self._model_fleet = running
         return self._model_fleet
