@@ -79,7 +79,7 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
         for verdict in verdicts
     }
     notes = tuple(f"{name.partition('/')[0]} is left out: {why}" for name, why in refusals.items())
-    notes += () if options.long else (f"{prompts} prompts are an indication: the bars are meant for --long",)
+    notes += () if options.long else (f"so few prompts ({prompts}) are an indication: the bars are meant for --long",)
     title = f"{prompts} prompts, {prompts * fed:,} positions"
     return Outcome("fidelity", title, heads, rows, () if options.smoke else _bars(verdicts), figures, notes)
 
