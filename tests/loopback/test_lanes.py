@@ -20,10 +20,10 @@ from kakeya_zmq.blocks import Part
 from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import CONNECTION_LOST, LaneGroup
-from kakeya_zmq.io.receiver import ReceiverLane
+from kakeya_zmq.io.receiver import TOLD_AT_ONCE_PARTS, ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
 from kakeya_zmq.io.sockets import Address, PortRange
-from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneFinished, LaneId, LaneOpened
+from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
 from tests.loopback.lane_support import (
     CHUNK_BYTES,
     DEADLINE_S,
@@ -481,6 +481,52 @@ def test_a_violation_ends_the_transfer_and_shows_nothing(
 
 
 # --- transfers that stop -----------------------------------------------------------------------------------------------
+
+
+def receive_by_hand(context: Context, sender: HandMadeSender, parts: list[Part], mailbox: Mailbox) -> ReceiverLane:
+    """A lane that takes ``parts`` from a sender made by hand."""
+    return ReceiverLane.connect(
+        context,
+        lane=LaneId(1),
+        host=HOST,
+        grant=sender.grant,
+        expected=expected(parts),
+        budget_bytes=sum(part.meta.length_bytes for part in parts),
+        idle_timeout_s=DEADLINE_S,
+        post=mailbox.post,
+        verify_digests=True,
+    )
+
+
+def test_the_last_parts_are_told_one_by_one(context: Context, gate: Gate) -> None:
+    parts = [make_part(number, CHUNK_BYTES) for number in range(20)]
+    sender, mailbox = HandMadeSender(context, gate), Mailbox()
+    try:
+        lane = receive_by_hand(context, sender, parts, mailbox)
+        chunks = [sender.data(i + 1, bytes(part.payload), final=i == 19) for i, part in enumerate(parts)]
+        sender.send(sender.manifest(0, parts), *chunks)
+        assert mailbox.wait_for(LaneFinished).ok
+        assert lane.join(DEADLINE_S)
+    finally:
+        sender.close()
+    assert same_parts(mailbox.parts, parts)
+    told = [len(event.parts) for event in mailbox.seen if isinstance(event, PartsReceived)]
+    assert told[-TOLD_AT_ONCE_PARTS:] == [1] * TOLD_AT_ONCE_PARTS
+
+
+def test_what_has_come_is_told_also_when_nothing_follows(context: Context, gate: Gate) -> None:
+    parts = [make_part(number, CHUNK_BYTES) for number in range(20)]
+    sender, mailbox = HandMadeSender(context, gate), Mailbox()
+    try:
+        lane = receive_by_hand(context, sender, parts, mailbox)
+        sender.send(sender.manifest(0, parts), *(sender.data(i + 1, bytes(parts[i].payload)) for i in range(3)))
+        wait_until(lambda: len(mailbox.parts) == 3, "three parts, far fewer than are told together")
+        lane.close(False, "enough")
+        mailbox.wait_for(LaneFinished)
+        assert lane.join(DEADLINE_S)
+    finally:
+        sender.close()
+    assert same_parts(mailbox.parts, parts[:3])
 
 
 def test_a_sender_that_stops_midway_leaves_what_was_verified(context: Context, gate: Gate) -> None:
