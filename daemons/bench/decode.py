@@ -13,7 +13,7 @@ BAR = 0.97
 
 def run(rig: Rig, options: BenchOptions) -> Outcome:
     rounds = options.rounds_or(2, 4)
-    prompt_tokens, output_tokens = options.choose(70, 256, 70), options.choose(8, 48, 4)
+    prompt_tokens, output_tokens = options.choose(70, 256, 70), options.choose(6, 48, 4)
     running = rig.model_fleet()
     bare = rig.model_program("bare_mlx")
     prompt = rig.prompt(prompt_tokens, salt=500)
