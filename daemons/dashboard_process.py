@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from daemons.fleet import Member, Starting, deferred_signals, read_members, run_folder, stop_members
-from daemons.fleet_home import starting_alone, unwritable
+from daemons.fleet.home import starting_alone, unwritable
 from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address

@@ -37,7 +37,7 @@ from wire.keys import FleetKey
 LEAVE_S: Final = 6.0
 """Peers that know a better endpoint dial it at once and take it after it has held for three seconds."""
 MOVE_LIMIT_S: Final = 120.0
-"""As long as requests under way keep a connection that is not used for new ones (daemons.peers)."""
+"""As long as requests under way keep a connection that is not used for new ones (daemons.peer_links)."""
 LOOK_S: Final = 1.0
 """Between two looks at the key file, and at pairs that are being given up."""
 STEP_S: Final = 0.1

@@ -12,7 +12,7 @@ import pytest
 
 from daemons import fleet
 from daemons.command import EXIT_BAD_INPUT, EXIT_OK, EXIT_PORT_IN_USE, main
-from daemons.fleet_home import starting_alone
+from daemons.fleet.home import starting_alone
 from daemons.node_lock import NodeLock
 from tests.fleet_rig import PROJECT, clean_environment, run_kakeya
 from wire.errors import PortInUseError

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from daemons.exit_codes import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_OK
-from daemons.fleet_home import unwritable
+from daemons.fleet.home import unwritable
 from tests.fleet_rig import PROJECT, clean_environment
 from wire.keys import FleetKey, write_secret_file
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from daemons import command
-from daemons.peers import PeerTable
+from daemons.peer_figures import traffic_figures
 from kakeya_zmq.option_values import Option
 from kakeya_zmq.options import OPTIONS
 from kakeya_zmq.store import StoreStats
@@ -84,13 +84,6 @@ def section_figures() -> dict[str, set[str]]:
     return found
 
 
-def traffic_figures() -> set[str]:
-    """What a table of peers without any connection reports."""
-    peers = object.__new__(PeerTable)
-    peers._links, peers._retiring, peers._ended = [], [], Counter()
-    return set(peers.traffic())
-
-
 # --- telemetry -------------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +112,7 @@ def test_every_figure_of_a_status_section_is_documented() -> None:
     figures = section_figures()
     assert figures.keys() == {"node", "of the dispatcher", "primary", "worker", "budget", "memory", "keys", "roster"}
     figures["cache"] = set(StoreStats.__dataclass_fields__)
-    figures["node"] |= figures.pop("of the dispatcher") | traffic_figures()
+    figures["node"] |= figures.pop("of the dispatcher") | set(traffic_figures(Counter()))
     for name, names in figures.items():
         documented = table_names(text_of("telemetry.md"), f"Section `{name}`")
         assert documented == names, f"{name}: undocumented {names - documented}, gone {documented - names}"
