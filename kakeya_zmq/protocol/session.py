@@ -1,7 +1,7 @@
 """Secure control sessions: the client's and the server's machine.
 
 Rules: everything that decides about HELLO, WELCOME, counters, request ids, liveness and node identities lives in the modules
-``session_client``, ``session_server`` and ``session_values``; nothing there knows sockets, threads or what a request means.
+``session_*``; nothing there knows sockets, threads or what a request means.
 Both machines are ``on(event, now) -> list[effect]`` plus ``deadline()``; ``now`` is seconds on a monotonic clock. Nothing a
 peer sends raises: it is dropped and counted in ``refusals``. The host hands over the frames that have arrived before it
 hands over ``Tick``, or a stall of its own looks like silent peers.

@@ -15,7 +15,7 @@ import zmq
 from daemons.node import NOT_READ
 from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNPROVEN
 from kakeya_zmq.protocol.identities import OTHER_KEY, TOO_MANY_NEW
-from kakeya_zmq.protocol.session_server import SESSIONS_PER_KEY_MAX
+from kakeya_zmq.protocol.session_bounds import SESSIONS_PER_KEY_MAX
 from tests.attacks.kit import GET_STATUS, MEMORY_MAX, Honest, RawClient, Siege, repeat
 from tests.attacks.test_bulk import PUBLISH
 from tests.attacks.test_cards import card_of, known_to, tell

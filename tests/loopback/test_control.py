@@ -225,7 +225,7 @@ def test_requests_wait_for_a_server_that_is_too_busy_to_read(world: World) -> No
     world.until(lambda: all(each.over for each in asked))
     assert all(each.replies == [Done()] for each in asked)
     assert not client._queue
-    assert client._queue_bytes == 0
+    assert client._queue.size_bytes == 0
     client.close()
     busy.call(server.close)
     assert busy.close()

@@ -31,7 +31,7 @@ from kakeya_zmq.protocol.offload_seal import (
 )
 from kakeya_zmq.protocol.revocation import PER_ISSUER_MAX
 from kakeya_zmq.protocol.revocation_room import UNMET_LEVELS
-from kakeya_zmq.protocol.session_server import (
+from kakeya_zmq.protocol.session_bounds import (
     HELLOS_BURST,
     KEY_HELLOS_BURST,
     KEY_HELLOS_PER_S,

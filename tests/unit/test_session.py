@@ -50,7 +50,7 @@ from kakeya_zmq.protocol.session import (
     Tick,
     Transmit,
 )
-from kakeya_zmq.protocol.session_server import OLDER_SESSION_IDLE_S
+from kakeya_zmq.protocol.session_table import OLDER_SESSION_IDLE_S
 from kakeya_zmq.protocol.session_values import REQUESTS_WAITING_MAX
 from wire import limits
 from wire.errors import FailureCode, LocalProtocolError

@@ -22,7 +22,7 @@ from kakeya_zmq.protocol.session import (
     ServerSessions,
     Tick,
 )
-from kakeya_zmq.protocol.session_server import (
+from kakeya_zmq.protocol.session_bounds import (
     HELLOS_BURST,
     KEY_HELLOS_BURST,
     REGISTRATIONS_BURST,
