@@ -16,6 +16,7 @@ from kakeya_zmq.options import OPTIONS
 PREFIX: Final = "KAKEYA_"
 COMMAND_NAMES: Final = frozenset(
     {
+        "KAKEYA_CONFIG",
         "KAKEYA_DASHBOARD_ALLOW_HOST",
         "KAKEYA_DASHBOARD_BIND",
         "KAKEYA_DASHBOARD_BUS",
@@ -42,7 +43,6 @@ INSTALL_NAMES: Final = frozenset(
         *(f"KAKEYA_WORKER_{name}" for name in ("COMMAND", "MAX_CONCURRENT_JOBS", "MAX_PROMPT_TOKENS", "MEMORY_RESERVE_GB")),
         *(f"KAKEYA_WORKER_{name}" for name in ("MODEL", "NETWORK", "NODE_ID", "PEER", "PRIORITY", "PYTHON", "REPO")),
         *(f"KAKEYA_WORKER_{name}" for name in ("RTT_MS", "SINK", "WINDOW")),
-        "KAKEYA_CONFIG",
         "KAKEYA_INSTALL_RETRY_S",
         "KAKEYA_INSTALL_WAIT_S",
         "KAKEYA_LAYER_GEOMETRY_HASH",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import fields
 from typing import TYPE_CHECKING
@@ -24,6 +25,13 @@ class NodeStatus:
         self._node = node
         self._process = psutil.Process()
         self._started_unix = time.time()
+        self._memory_bytes = 0
+
+    def _resident_bytes(self) -> int:
+        # To look takes a descriptor, and a status is told also when none is free: then as it was.
+        with contextlib.suppress(OSError):
+            self._memory_bytes = self._process.memory_info().rss
+        return self._memory_bytes
 
     def tell(self) -> Status:
         """Everything this node tells about itself."""
@@ -40,7 +48,7 @@ class NodeStatus:
                 "descriptors_max": node.descriptors.limit,
                 "descriptor_level": node.descriptors.level.value,
                 "audit_failures": node.security.audit.failures,
-                "memory_bytes": self._process.memory_info().rss,
+                "memory_bytes": self._resident_bytes(),
                 "memory_peak_bytes": peak_memory_bytes(),
                 "open_lane_threads": len(node.bulk),
                 "pooled_buffer_bytes": node.bulk.pool.idle_bytes,

@@ -57,14 +57,21 @@ class Daemon(Protocol):
 
 
 @contextlib.contextmanager
-def stop_signals(stop: Callable[[str], None]) -> Iterator[None]:
-    """Call ``stop(reason)`` at the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once."""
+def stop_signals(stop: Callable[[str], None], abandon: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Call ``stop(reason)`` at the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once.
+
+    Args:
+        abandon: what is done even then; only what cannot block.
+    """
     seen: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
         seen.append(number)
         if len(seen) > 1:
-            os._exit(128 + number)
+            try:
+                abandon()
+            finally:
+                os._exit(128 + number)
         stop(f"received {signal.Signals(number).name}")
 
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
@@ -87,7 +94,7 @@ def write_ready_file(path: str, facts: dict[str, object]) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise _unusable_ready_file(error.strerror or "unknown error") from None
+        raise _unusable_ready_file(target, error.strerror or "unknown error") from None
 
 
 def bound_file(path: str | Path) -> Path:
@@ -97,24 +104,47 @@ def bound_file(path: str | Path) -> Path:
 
 
 def check_ready_file(path: str) -> None:
-    """Whether a ready file can be written there, before minutes of loading.
+    """Whether a ready file and the file beside it can be written there, before minutes of loading.
 
     Raises:
-        ConfigError: it is a directory or device, or its folder cannot be made or written.
+        ConfigError: one is a directory or device, or their folder cannot be made or written.
     """
     target = Path(path)
-    if target.exists() and not target.is_file():
-        raise _unusable_ready_file("it is not a regular file")
+    _check_regular(target)
+    _check_regular(bound_file(target))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unusable_ready_file(error.strerror or "unknown error") from None
+        raise _unusable_ready_file(target, error.strerror or "unknown error") from None
     if not os.access(target.parent, os.W_OK):
-        raise _unusable_ready_file("its folder is not writable")
+        raise _unusable_ready_file(target, "its folder is not writable")
 
 
-def _unusable_ready_file(why: str) -> ConfigError:
-    return ConfigError(f"the ready file cannot be written: {why}", remedy="check --ready-file")
+def _check_regular(file: Path) -> None:
+    if file.exists() and not file.is_file():
+        raise _unusable_ready_file(file, "it is not a regular file")
+
+
+def remove_ready_files(path: str) -> None:
+    """Remove what this process has told there; another daemon that was given the same name keeps its own. Idempotent."""
+    for file in (Path(path), bound_file(path)):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            if json.loads(file.read_text(encoding="utf-8"))["pid"] == os.getpid():
+                file.unlink(missing_ok=True)
+
+
+def _tell_bound(path: str, node: Node) -> None:
+    """Write where the node's port is bound, which may be elsewhere than others are told to reach it (--advertise).
+
+    This process is the one that runs now: a ready file that is still there was left by one that was killed.
+    """
+    with contextlib.suppress(OSError):
+        Path(path).unlink(missing_ok=True)
+    write_ready_file(str(bound_file(path)), {"pid": os.getpid(), "address": str(node.endpoints.address)})
+
+
+def _unusable_ready_file(file: Path, why: str) -> ConfigError:
+    return ConfigError(f"the ready file {file} cannot be written: {why}", remedy="check --ready-file")
 
 
 def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
@@ -145,6 +175,11 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
         note.write(facts)
         _log.info("%s %s serves on %s", settings.role, settings.node_id, facts.get("address"))
 
+    def forget() -> None:
+        note.remove()
+        if settings.ready_file:
+            remove_ready_files(settings.ready_file)
+
     def fail(error: BaseException) -> None:
         failure.append(error)
         reactor.stop()
@@ -153,12 +188,11 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
     try:
         # Signals are handled as long as there is anything to let go of: one that interrupts that would leave threads behind,
         # and a process that never ends.
-        with stop_signals(stop):
+        with stop_signals(stop, forget):
             try:
                 daemon = make(reactor)
                 if settings.ready_file:
-                    bound = {"pid": os.getpid(), "address": str(daemon.node.address)}
-                    write_ready_file(str(bound_file(settings.ready_file)), bound)
+                    _tell_bound(settings.ready_file, daemon.node)
                 _rotate_log(reactor, LogRotation(int(settings.log_max_mb * MIB)))
                 daemon.begin(ready, fail)
                 reactor.run()
@@ -167,10 +201,7 @@ def run_daemon(settings: Settings, make: Callable[[Reactor], Daemon]) -> int:
                 if daemon is not None:
                     daemon.end(reasons[0] if reasons else "stopping")
                 reactor.close(5.0)
-                if settings.ready_file:
-                    for file in (Path(settings.ready_file), bound_file(settings.ready_file)):
-                        with contextlib.suppress(OSError):
-                            file.unlink(missing_ok=True)
+                forget()
     except PortInUseError as error:
         raise with_owner(error) from None
     if failure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,6 +39,7 @@ class Worker:
         self._tenant_key = load_or_create_tenant_key(Path(settings.tenant_key_file))
         self.node = Node(reactor, settings, load_keys(settings), roles=("worker", "cache-holder"))
         self._work: WorkService | None = None
+        self._ram_bytes_free = 0
         self._facts: ModelFacts | None = None
         self._ready: Callable[[dict[str, object]], None] = lambda facts: None
         self._fail: Callable[[BaseException], None] = lambda error: None
@@ -129,9 +131,15 @@ class Worker:
             queued_tokens=work.queued_tokens,
             load=work.load,
             prefill_tokens_per_second=work.tokens_per_second,
-            ram_bytes_free=psutil.virtual_memory().available,
+            ram_bytes_free=self._available_bytes(),
             accepts_jobs=self.node.admission.accepting,
         )
+
+    def _available_bytes(self) -> int:
+        # To look takes a descriptor, and a card is made also when none is free: then as it was.
+        with contextlib.suppress(OSError):
+            self._ram_bytes_free = psutil.virtual_memory().available
+        return self._ram_bytes_free
 
     def _section(self) -> tuple[str, dict[str, Value]]:
         assert self._work is not None

@@ -321,7 +321,10 @@ class Stages(_Part, frozen=True, kw_only=True):
 
 
 class Job(_Part, frozen=True, kw_only=True):
-    """``state``: queued, running, completed, failed, cancelled, lost. ``progress``: 0 to 1. ``eta_ms`` 0: not known."""
+    """``state``: queued, running, completed, failed, cancelled, lost. ``progress``: 0 to 1. ``eta_ms`` 0: not known.
+
+    Without the API key a ``job_id`` that has not the form of one is "other"; so are the ids of a :class:`Request`.
+    """
 
     job_id: str
     node_id: str

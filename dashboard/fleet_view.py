@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from dashboard.figures import bounded
 from dashboard.jobs import JobBoard
 from dashboard.ledger import CounterLedger, countable
 from dashboard.records import TTFT_BOUNDS_S, Histogram, RequestRing, Ring
@@ -107,9 +108,9 @@ class NodeEntry:
         return self.snapshot.roles if self.snapshot is not None else ()
 
     def figure(self, section: str, name: str) -> float:
-        """A number of the node's snapshot, 0 when it has none of that name."""
+        """A number of the node's snapshot, within bounds; 0 when it has none of that name."""
         value = self.snapshot.sections.get(section, {}).get(name) if self.snapshot is not None else None
-        return value if isinstance(value, int | float) else 0
+        return bounded(value) if isinstance(value, int | float) else 0
 
 
 @dataclass(frozen=True, slots=True)

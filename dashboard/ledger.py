@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from dashboard.figures import total, whole
 from kakeya_zmq.telemetry import PREFILL_VALUES
 
 NODES_MAX: Final = 4096
@@ -48,13 +49,13 @@ def countable(sections: Mapping[str, Mapping[str, object]]) -> dict[str, int]:
         if name in CACHE_COUNTERS:
             found[f"cache.{name}"] = count
     if refusals := _counts(sections.get(REFUSALS, {})):
-        found[REFUSALS] = sum(refusals.values())
+        found[REFUSALS] = total(refusals.values())
     return found
 
 
 def _counts(figures: Mapping[str, object]) -> dict[str, int]:
     return {
-        name: value
+        name: whole(value)
         for name, value in figures.items()
         if isinstance(value, int) and not isinstance(value, bool) and value >= 0
     }
@@ -140,18 +141,19 @@ class CounterLedger:
             self._changed.add(node_id)
 
     def totals(self) -> dict[str, int]:
-        """Sums over the fleet; they never go backwards."""
-        return dict(self._totals)
+        """Sums over the fleet; they never go backwards, and stop at the bound of all figures."""
+        return {name: whole(value) for name, value in self._totals.items()}
 
     def total(self, name: str) -> int:
-        return self._totals.get(name, 0)
+        return whole(self._totals.get(name, 0))
 
     def of_node(self, node_id: str) -> dict[str, int]:
         """One node's counters over all its incarnations."""
         row = self._rows.get(node_id)
         if row is None:
             return {}
-        return {name: row.base.get(name, 0) + row.current.get(name, 0) for name in row.base.keys() | row.current.keys()}
+        names = row.base.keys() | row.current.keys()
+        return {name: whole(row.base.get(name, 0) + row.current.get(name, 0)) for name in names}
 
     def rows(self) -> Iterator[LedgerRow]:
         """Every row, for keeping."""

@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
+from dashboard.figures import whole
 from dashboard.fleet_view import BusState, FleetView, NodeEntry, NodeStatus
 from dashboard.redaction import label
 from dashboard.services import Services
@@ -111,7 +112,7 @@ def _reader(view: FleetView, now: float, feed: Mapping[str, int]) -> Iterator[Me
     events = CounterMetricFamily("kakeya_security_events", "Security events by kind", labels=["kind"])
     kinds: dict[str, int] = {}
     for kind, count in view.security_counts.items():
-        kinds[label(kind)] = kinds.get(label(kind), 0) + count
+        kinds[label(kind)] = whole(kinds.get(label(kind), 0) + count)
     for kind, count in kinds.items():
         events.add_metric([kind], count)
     yield events

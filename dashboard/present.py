@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dashboard import api_types as api
+from dashboard.figures import total, whole
 from dashboard.fleet_view import OTHER_SOURCE, REFUSED_SUFFIX, SOURCES, FleetView, NodeEntry, NodeStatus
 from dashboard.jobs import JobEntry
 from dashboard.records import Record
@@ -106,11 +107,11 @@ def _model(model: Any, who: Eyes) -> api.Model:
 
 def figure(entry: NodeEntry, section: str, name: str) -> int:
     """A whole number of a node's snapshot."""
-    return int(entry.figure(section, name))
+    return whole(entry.figure(section, name))
 
 
 def bytes_free(entry: NodeEntry) -> int:
-    return max(0, figure(entry, "cache", "max_bytes") - figure(entry, "cache", "bytes_used"))
+    return max(0, whole(figure(entry, "cache", "max_bytes") - figure(entry, "cache", "bytes_used")))
 
 
 def _cache(entry: NodeEntry, who: Eyes) -> api.Cache:
@@ -151,7 +152,7 @@ def _worker(snapshot: NodeSnapshot | None, endpoint: EndpointView, who: Eyes) ->
 def job(entry: JobEntry, at: Clock, who: Eyes) -> api.Job:
     event = entry.event
     return api.Job(
-        job_id=event.job_id,
+        job_id=who.identifier(event.job_id),
         node_id=entry.node_id,
         place=who.label(event.place),
         state=who.label(event.state),
@@ -176,8 +177,8 @@ def request(record: Record[RequestEvent], at: Clock, who: Eyes) -> api.Request:
         number=record.number,
         at=None if record.replayed else at(record.at),
         node_id=record.node_id,
-        request_id=event.request_id,
-        append_id=event.append_id,
+        request_id=who.identifier(event.request_id),
+        append_id=who.identifier(event.append_id),
         operation=who.label(event.operation),
         outcome=who.label(event.outcome),
         source=_source_kind(event.source),
@@ -256,10 +257,10 @@ def security(view: FleetView, at: Clock, who: Eyes, limit: int) -> api.Security:
     kinds: dict[str, int] = {}
     for kind, count in view.security_counts.items():
         shown = who.label(kind)
-        kinds[shown] = kinds.get(shown, 0) + count
+        kinds[shown] = whole(kinds.get(shown, 0) + count)
     return api.Security(
-        total=sum(kinds.values()),
-        refusals_total=sum(count for kind, count in view.security_counts.items() if kind.endswith(REFUSED_SUFFIX)),
+        total=total(kinds.values()),
+        refusals_total=total(count for kind, count in view.security_counts.items() if kind.endswith(REFUSED_SUFFIX)),
         kinds=dict(sorted(kinds.items())),
         items=[_security_item(record, at) for record in view.security.newest(limit)] if who.admin else [],
     )
@@ -297,15 +298,15 @@ def _point(bucket: Bucket, step_s: float, at: Clock) -> api.Point:
     return api.Point(
         index=round(bucket.start / step_s),
         at=at(bucket.start),
-        tokens_reused=int(reused),
-        tokens_computed=int(computed),
-        tokens_generated=int(figures.get("tokens_generated", 0)),
+        tokens_reused=whole(reused),
+        tokens_computed=whole(computed),
+        tokens_generated=whole(figures.get("tokens_generated", 0)),
         hit_rate=reused / (reused + computed) if reused + computed else None,
-        bytes_moved=int(figures.get("bytes_in", 0)),
-        bytes_evicted=int(figures.get("bytes_evicted", 0)),
-        transfers=int(figures.get("transfers", 0)),
-        requests=int(figures.get("requests", 0)),
-        refusals=int(figures.get("refusals", 0)),
+        bytes_moved=whole(figures.get("bytes_in", 0)),
+        bytes_evicted=whole(figures.get("bytes_evicted", 0)),
+        transfers=whole(figures.get("transfers", 0)),
+        requests=whole(figures.get("requests", 0)),
+        refusals=whole(figures.get("refusals", 0)),
         ttft_ms={source: mean for source, mean in ttft.items() if mean is not None},
         decode_tokens_per_second=_mean(figures, "decode_tps_sum", "decode_count"),
         cache_bytes_used=_state(figures, "cache_bytes_used"),
@@ -320,4 +321,4 @@ def _mean(figures: Mapping[str, float], total: str, count: str) -> float | None:
 
 
 def _state(figures: Mapping[str, float], name: str) -> int | None:
-    return int(figures[name]) if name in figures else None
+    return whole(figures[name]) if name in figures else None

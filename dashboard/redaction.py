@@ -14,6 +14,10 @@ from typing import Final
 OTHER: Final = "other"
 _LABEL: Final = re.compile(r"[A-Za-z][A-Za-z0-9_+-]{0,31}")
 _DESCRIPTION: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9 _.+()-]{0,63}")
+_IDENTIFIER: Final = re.compile(r"(?:[0-9a-f]{16}){1,2}")
+"""What nodes draw for a request (8 bytes) or a job (16), in hexadecimal digits."""
+_FINGERPRINT: Final = re.compile(r"[0-9a-f]{64}")
+_MODEL: Final = re.compile(r"[\w.+-]+(?:/[\w.+-]+)*")
 _OPTIONS: Final = (
     "wait for another session",
     "stay with",
@@ -78,9 +82,10 @@ def label(text: str) -> str:
 
 
 def model_name(text: str) -> str:
-    """A model id; of one that is a path, the last part."""
+    """A model id; of one that is a path, the last part. What could be an address with a port, or prose, is no model id."""
     path = text.startswith(("/", "~", ".", "\\")) or "\\" in text or text[1:2] == ":"
-    return re.split(r"[/\\]", text.rstrip("/\\"))[-1] if path else text
+    name = re.split(r"[/\\]", text.rstrip("/\\"))[-1] if path else text
+    return name if not name or _MODEL.fullmatch(name) else OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +102,14 @@ class Eyes:
     def description(self, text: str) -> str:
         """What a node says of its software or hardware: words, numbers, versions; no paths, no addresses with a port."""
         return text if self.admin or not text or _DESCRIPTION.fullmatch(text) else OTHER
+
+    def identifier(self, text: str) -> str:
+        """The random name of a job or request."""
+        return text if self.admin or not text or _IDENTIFIER.fullmatch(text) else OTHER
+
+    def fingerprint(self, text: str) -> str:
+        """The name of a namespace, a digest of model and settings."""
+        return text if self.admin or not text or _FINGERPRINT.fullmatch(text) else OTHER
 
     def label(self, text: str) -> str:
         return text if self.admin else label(text)

@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+from dashboard.figures import bounded
+
 FIGURES_MAX: Final = 64
 """Names in one bucket; further ones are ignored."""
 
@@ -30,16 +32,16 @@ class TimeSeries:
         self._buckets: deque[tuple[int, dict[str, float]]] = deque(maxlen=length)
 
     def add(self, name: str, amount: float, now: float) -> None:
-        """Add to a sum."""
+        """Add to a sum, which stays within bounds."""
         figures = self._current(now)
         if name in figures or len(figures) < FIGURES_MAX:
-            figures[name] = figures.get(name, 0.0) + amount
+            figures[name] = bounded(figures.get(name, 0.0) + amount)
 
     def put(self, name: str, value: float, now: float) -> None:
         """Replace a state; the last one of a bucket is kept."""
         figures = self._current(now)
         if name in figures or len(figures) < FIGURES_MAX:
-            figures[name] = value
+            figures[name] = bounded(value)
 
     def buckets(self, now: float) -> list[Bucket]:
         """Oldest first, only those that hold something and are not older than the ring."""

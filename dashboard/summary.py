@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from dashboard import api_types as api
+from dashboard.figures import total
 from dashboard.fleet_view import FleetView, NodeEntry, NodeStatus
 from dashboard.present import best_endpoint, bytes_free, figure
 from dashboard.redaction import Eyes, model_name, reason_kind
@@ -41,7 +42,7 @@ def prefill(view: FleetView, now: float, who: Eyes) -> dict[str, api.Figure]:
     answer: dict[str, api.Figure] = {name: totals.get(f"prefill.{name}", 0) for name in PREFILL_COUNTERS}
     primaries = [entry for entry in entries if "primary" in entry.roles]
     for name in GAUGES:
-        answer[name] = sum(figure(entry, "prefill", name) for entry in primaries)
+        answer[name] = total(figure(entry, "prefill", name) for entry in primaries)
     for name in TEXTS:
         texts = [text for entry in primaries if (text := _text(entry, name))]
         answer[name] = (texts[0] if who.admin else reason_kind(texts[0])) if texts else ""
@@ -71,13 +72,13 @@ def summary(
         kv_assisted_tokens=counted.kv_assisted,
         kv_hit_rate=counted.hit_rate,
         cache_bytes_used=cache_bytes_used(entries),
-        cache_bytes_free=sum(bytes_free(entry) for entry in entries),
+        cache_bytes_free=total(bytes_free(entry) for entry in entries),
         cache_evictions=totals.get("cache.evictions", 0),
         cache_bytes_evicted=totals.get("cache.bytes_evicted", 0),
         cache_put_failures=totals.get("cache.put_failures", 0),
-        local_lookup_hits=sum(figure(entry, "cache", "lookup_hits") for entry in own),
-        local_lookup_misses=sum(figure(entry, "cache", "lookup_misses") for entry in own),
-        local_tokens_served=sum(figure(entry, "cache", "tokens_served") for entry in own),
+        local_lookup_hits=total(figure(entry, "cache", "lookup_hits") for entry in own),
+        local_lookup_misses=total(figure(entry, "cache", "lookup_misses") for entry in own),
+        local_tokens_served=total(figure(entry, "cache", "tokens_served") for entry in own),
         prefill=prefill(view, now, who),
         jobs_active=view.jobs.active_count,
         bus=view.bus_state(now).value,
@@ -85,7 +86,7 @@ def summary(
 
 
 def cache_bytes_used(entries: Sequence[NodeEntry]) -> int:
-    return sum(figure(entry, "cache", "bytes_used") for entry in entries)
+    return total(figure(entry, "cache", "bytes_used") for entry in entries)
 
 
 # --- kvfs ------------------------------------------------------------------------------------------------------------
@@ -105,9 +106,9 @@ def namespace(entries: Sequence[NodeEntry], who: Eyes) -> api.Namespace:
         access=ACCESS,
         coherent_shared_memory=False,
         mounts=mounts,
-        bytes_used=sum(mount.bytes_used for mount in mounts),
-        bytes_free=sum(mount.bytes_free for mount in mounts),
-        entry_count=sum(mount.entry_count for mount in mounts),
+        bytes_used=total(mount.bytes_used for mount in mounts),
+        bytes_free=total(mount.bytes_free for mount in mounts),
+        entry_count=total(mount.entry_count for mount in mounts),
         namespaces=uris,
     )
 
@@ -116,7 +117,7 @@ def _uri(model: ModelView | None, who: Eyes) -> str:
     if model is None:
         return "kv://default//"
     name = model.model_id if who.admin else model_name(model.model_id)
-    return f"kv://{model.tenant or 'default'}/{name}/{model.fingerprint}"
+    return f"kv://{model.tenant or 'default'}/{name}/{who.fingerprint(model.fingerprint)}"
 
 
 def _is_mounted(entry: NodeEntry, chosen: ModelView | None) -> bool:

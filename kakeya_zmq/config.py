@@ -24,6 +24,7 @@ from wire.text import NODE_ID_CHARACTERS_MAX, is_node_id
 CONFIG_FILE = "kakeya.toml"
 CONFIG_BYTES_MAX = 1 << 20
 """Far more than all settings with comments."""
+CONFIG_REMEDY = "check --config, or KAKEYA_CONFIG"
 
 
 def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
@@ -33,7 +34,11 @@ def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def find_config_file(given: str, environment: Mapping[str, str] | None = None) -> Path | None:
-    """The configuration file: the one that is named, else ``kakeya.toml`` under the home if it is there."""
+    """The configuration file: the one of --config, else of ``KAKEYA_CONFIG``, else ``kakeya.toml`` in the home if there.
+
+    One that is named and missing is found, too: reading it tells so, and no other file holds in its place.
+    """
+    given = given or (os.environ if environment is None else environment).get("KAKEYA_CONFIG", "")
     if given:
         return Path(given).expanduser()
     usual = kakeya_home(environment) / CONFIG_FILE
@@ -272,11 +277,11 @@ def _read_text(path: Path) -> str:
         ConfigError: not a regular file, or larger than a configuration can be.
     """
     if path.exists() and not path.is_file():
-        raise ConfigError("the configuration file is not a regular file", remedy="check --config")
+        raise ConfigError("the configuration file is not a regular file", remedy=CONFIG_REMEDY)
     with path.open("rb") as stream:
         data = stream.read(CONFIG_BYTES_MAX + 1)
     if len(data) > CONFIG_BYTES_MAX:
-        raise ConfigError(f"the configuration file is larger than {CONFIG_BYTES_MAX} bytes", remedy="check --config")
+        raise ConfigError(f"the configuration file is larger than {CONFIG_BYTES_MAX} bytes", remedy=CONFIG_REMEDY)
     return data.decode("utf-8")
 
 
@@ -291,9 +296,7 @@ def read_config_file(path: Path, role: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError("the configuration file is nested too deeply", remedy="see docs/configuration.md") from None
     except OSError as error:
-        raise ConfigError(
-            f"the configuration file {path} cannot be read: {error.strerror}", remedy="check --config"
-        ) from None
+        raise ConfigError(f"the configuration file {path} cannot be read: {error.strerror}", remedy=CONFIG_REMEDY) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
     except ValueError:  # Python's own limit for the digits of a number
@@ -303,6 +306,9 @@ def read_config_file(path: Path, role: str) -> dict[str, Any]:
     _check_keys(plain, {option.name for option in OPTIONS})
     for name, table in tables.items():
         if name not in ALL_ROLES:
+            if any(option.name == name for option in OPTIONS):
+                remedy = f"write {name} = ...; tables are for roles: {', '.join(f'[{role}]' for role in ALL_ROLES)}"
+                raise ConfigError(f"{name} in the configuration file is a setting, and no table", remedy=remedy)
             raise _unknown_key(name, [*ALL_ROLES, *(option.name for option in OPTIONS)])
         _check_keys(table, {option.name for option in options_for(name)}, f"table [{name}] of the configuration file")
     return {**plain, **tables.get(role, {})}

@@ -4,20 +4,26 @@ Each telemetry topic of :class:`wire.bus.Topic` carries exactly one kind of even
 of the fleet and may be older or newer than the node they listen to: unknown fields are ignored, missing ones have defaults.
 Which node speaks, and in which order, is in the bus message itself (node id, incarnation, sequence).
 
+Readers add, convert and draw what nodes tell. So every number of an event is finite and at most :data:`FIGURE_MAX` from
+zero, wherever it stands: an event with another one is refused as a whole. Costs that are estimated from the card of another
+node are brought within the bound by the event itself, so that nobody can have the events of a third one refused.
+
 No event holds a prompt, a token, a hash of tokens or a key. Addresses occur in :class:`NodeSnapshot` only: a reader that
 shows them to others decides who may see them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
-from typing import Annotated, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
 
 from wire.bus import PAYLOAD_BYTES_MAX, Topic
+from wire.cards import CARD_TTL_MS_MAX
 from wire.codec import decode_bounded, encode_bounded
 from wire.errors import RemoteProtocolError
 from wire.messages import Ascii, Count, Name, NodeName, OptionalName, OptionalNodeName, Text, Word
@@ -25,10 +31,16 @@ from wire.text import ASCII, LINE
 
 ToldAddress = Annotated[str, Meta(max_length=262, pattern=LINE)]
 HexText = Annotated[str, Meta(max_length=64, pattern=ASCII)]
+TimeToLive = Annotated[int, Meta(ge=0, le=CARD_TTL_MS_MAX)]
+"""As of a card: nobody stays for longer after it was last heard."""
 Scalar: TypeAlias = int | float | str | bool | None
 Milliseconds = Annotated[float, Meta(ge=0.0, le=1e12)]
 Ratio = Annotated[float, Meta(ge=0.0, le=1e12)]
 """A rate or quotient that is never negative; 0 when nothing was measured."""
+FIGURE_MAX: Final = 2**53
+"""How far from zero a number may be. Up to here a float holds every whole number, so that figures survive any reader's
+arithmetic, JavaScript's included. It is also the bound of :data:`wire.messages.Count`; bytes (9 PB), milliseconds since the
+epoch and the skew of the oddest clock a card may tell (1e15 ms) stay below."""
 SECTIONS_MAX: Final = 16
 FIGURES_MAX: Final = 512
 PEERS_MAX: Final = 256
@@ -86,7 +98,7 @@ class PeerView(_Event, frozen=True, kw_only=True):
     rtt_ms: Milliseconds = 0.0
     megabytes_per_second: Ratio = 0.0
     card_age_ms: Count = 0
-    ttl_ms: Count = 0
+    ttl_ms: TimeToLive = 0
     clock_skew_ms: float = 0.0
     """How far the peer's wall clock is ahead of ours, for people; no decision uses it."""
 
@@ -106,7 +118,7 @@ class NodeSnapshot(_Event, frozen=True, kw_only=True):
     memory_bytes: Count = 0
     """Physical memory of the machine."""
     interval_ms: Count = 2000
-    ttl_ms: Count = 120_000
+    ttl_ms: TimeToLive = 120_000
     endpoints: Annotated[tuple[EndpointView, ...], Meta(max_length=16)] = ()
     models: Annotated[tuple[ModelView, ...], Meta(max_length=16)] = ()
     worker: WorkerView | None = None
@@ -155,6 +167,12 @@ class DecisionView(_Event, frozen=True, kw_only=True):
     chosen: OptionalName
     costs_ms: Annotated[dict[Text, float], Meta(max_length=64)] = {}
     text: Text = ""
+
+    def __post_init__(self) -> None:
+        # The queue and the rate that a worker's card claims make any cost, and the event is the primary's.
+        if any(FIGURE_MAX < cost < math.inf for cost in self.costs_ms.values()):
+            costs = {option: cost if cost == math.inf else min(cost, FIGURE_MAX) for option, cost in self.costs_ms.items()}
+            msgspec.structs.force_setattr(self, "costs_ms", costs)
 
 
 class RequestEvent(_Event, frozen=True, kw_only=True):
@@ -281,9 +299,36 @@ def decode_event(topic: Topic, payload: bytes) -> Event:
     """The event a bus message carries.
 
     Raises:
-        RemoteProtocolError: no telemetry topic, oversize or malformed.
+        RemoteProtocolError: no telemetry topic, oversize, malformed, or with a number that is not finite or out of bounds.
     """
     decoder = _DECODERS.get(topic)
     if decoder is None:
         raise RemoteProtocolError(f"topic {topic.name} carries no telemetry event")
-    return decode_bounded(decoder, payload, PAYLOAD_BYTES_MAX, "telemetry event")
+    event = decode_bounded(decoder, payload, PAYLOAD_BYTES_MAX, "telemetry event")
+    if not _fits(event):
+        raise RemoteProtocolError("telemetry event with a number out of bounds")
+    return event
+
+
+def _fits(event: Event) -> bool:
+    """Whether every number in it is finite and within :data:`FIGURE_MAX`.
+
+    All values are looked at, whatever types their fields have, so that no field can be forgotten. The payload's size bounds
+    how many there are, and the types how deep they lie.
+    """
+    waiting: list[Iterable[Any]] = [(event,)]
+    while waiting:
+        for value in waiting.pop():
+            kind = type(value)
+            if kind is str or kind is bool:
+                continue
+            if kind is int or kind is float:
+                if not -FIGURE_MAX <= value <= FIGURE_MAX:  # also when it is no number
+                    return False
+            elif kind is tuple:
+                waiting.append(value)
+            elif kind is dict:
+                waiting.append(value.values())
+            elif isinstance(value, Struct):
+                waiting.append(msgspec.structs.astuple(value))
+    return True

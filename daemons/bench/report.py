@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from daemons.bench.harness import Bar, Outcome
@@ -21,7 +22,8 @@ def show_outcome(console: Console, outcome: Outcome, elapsed_s: float) -> None:
 
 
 def describe_bar(bar: Bar) -> str:
-    return f"{bar.name}: {figure(bar.measured)} {bar.unit} (bar {bar.direction.value} {figure(bar.limit)} {bar.unit})"
+    measured = figure(bar.measured) if math.isnan(bar.measured) else f"{figure(bar.measured)} {bar.unit}"
+    return f"{bar.name}: {measured} (bar {bar.direction.value} {figure(bar.limit)} {bar.unit})"
 
 
 def figure(value: float) -> str:

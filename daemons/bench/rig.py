@@ -108,7 +108,11 @@ class Rig:
         """One of the programs that load the model: started once and kept for the run."""
         self._begin_loading(name)
         if name not in self._loaded:
-            self._loaded[name] = self._model_programs[name].hear()
+            try:
+                self._loaded[name] = self._model_programs[name].hear()
+            except BaseException:  # it has answered, and will not again: the next one who needs it starts another
+                self._model_programs.pop(name).close()
+                raise
         return self._model_programs[name]
 
     def load_ahead(self) -> None:
@@ -120,10 +124,8 @@ class Rig:
     def await_loaded(self) -> None:
         """Wait until nothing loads any more."""
         for name in [name for name in self._model_programs if name not in self._loaded]:
-            try:
+            with contextlib.suppress(KakeyaError):  # whoever needs it will tell
                 self.model_program(name)
-            except KakeyaError:  # started again by whoever needs it, who will tell
-                self._model_programs.pop(name).close()
 
     def loaded(self, name: str) -> dict[str, Any]:
         """What :meth:`model_program` answered when it had loaded the model."""

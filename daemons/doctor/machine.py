@@ -54,5 +54,5 @@ def judge_budgets(budgets: Iterable[tuple[str, int]], physical_bytes: int, avail
 
 def judge_descriptors(hard: int) -> Finding:
     if hard != resource.RLIM_INFINITY and hard < DESCRIPTORS_MIN:
-        return warning("files", f"a process may open {hard} files", "raise the limit: ulimit -Hn 8192")
+        return warning("files", f"a process may open {hard} files", "raise the limit: ulimit -Hn 16384")
     return ok("files", "enough files may be open")

@@ -49,13 +49,17 @@ class Starting:
             )
 
     def wait_for_address(self, tell: Callable[[str], None]) -> str:
-        """Where it will serve: known at once with a fixed port, else once that is bound. It may still be loading."""
-        if not self.address.endswith(":0"):
-            return self.address
+        """Where it will serve, once that is bound; it may still be loading.
+
+        A fixed port is waited for, too: until it is ours, another fleet may have it, and whoever dials it would join that.
+        """
         return str(self._wait_for(bound_file(self.ready_file), tell)["address"])
 
     def wait_ready(self, tell: Callable[[str], None]) -> Member:
-        return self._member(self._wait_for(self.ready_file, tell))
+        """The member, with the address that it has bound: what it advertises to others may not lead back here."""
+        facts = self._wait_for(self.ready_file, tell)
+        bound = self._facts(bound_file(self.ready_file)) or {}  # a dashboard has none
+        return self._member({**facts, **bound})
 
     def forget_files(self) -> None:
         """Remove what it told only us."""

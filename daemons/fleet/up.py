@@ -96,7 +96,8 @@ def start_daemon(role: str, plan: FleetPlan, seed: str) -> Starting:
     """Start one daemon of the plan in the background."""
     port = 0 if plan.ephemeral else DEFAULT_PORTS[role]
     address = str(Address(plan.host, port))
-    arguments = ["--bind", address, "--node-id", f"local-{role}"]
+    # An address that a configuration file advertises is that of a daemon for other machines, and leads to none of these.
+    arguments = ["--bind", address, "--node-id", f"local-{role}", "--advertise", ""]
     if seed:
         arguments += ["--peer", seed]
     if role == "primary":

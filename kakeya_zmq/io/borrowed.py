@@ -8,10 +8,12 @@ descriptors, which is when connections must be cut.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import socket as os_socket
 import weakref
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 
 class SetAside:
@@ -53,9 +55,43 @@ class SetAside:
             # The connection must not live on in the number; that itself stays taken.
             os.dup2(self._rest, self._number, inheritable=False)
 
+    def host(self, descriptor: int, port: int | None) -> str:
+        """What the bound of an address goes by; empty when it is not such a connection."""
+        with self.connection(descriptor, port) as found, contextlib.suppress(OSError):
+            if found is not None:
+                return host_of(found.getpeername()[0])
+        return ""
+
+    def cut(self, descriptor: int, port: int | None) -> bool:
+        """Shut the TCP stream down, so that libzmq sees an ordinary end; False when it is not such a connection."""
+        with self.connection(descriptor, port) as found, contextlib.suppress(OSError):
+            if found is not None:
+                found.shutdown(os_socket.SHUT_RDWR)
+                return True
+        return False
+
     def close(self) -> None:
         """Give the number back. Idempotent."""
         self._closing()
+
+
+def oldest_of_busiest(hosts: Mapping[int, str]) -> int:
+    """Who makes room: of connections in the order in which they came, each with its host, the oldest one of the host that
+    has most of them, so that whoever comes from elsewhere gets through.
+    """
+    counts = Counter(hosts.values())
+    busiest = max(counts, key=counts.__getitem__)
+    return next(descriptor for descriptor, host in hosts.items() if host == busiest)
+
+
+def host_of(text: str) -> str:
+    """An address in one form only; empty when it is none. IPv6 addresses are not taken together by network: a LAN is one."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return ""
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
 
 
 def _close_all(*descriptors: int) -> None:

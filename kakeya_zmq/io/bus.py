@@ -5,6 +5,9 @@ The publisher is an XPUB in manual mode: libzmq then asks us about every subscri
 It also tells us of each new subscriber, which is the moment to publish the present state again: whatever was published
 before a subscription arrived is lost to that subscriber, without any error.
 
+Who reads needs no more than the telemetry key, and is no member. libzmq takes in all that a subscriber sends, whatever the
+high-water mark says. So one that sends anything but a few subscriptions is cut, and its frames have 1 KiB at most.
+
 Every message is signed by the node it is of. A subscriber takes a name under one key only where it is told which
 (``admit``); nodes need not, as the cards they listen for are signed, and judged, themselves.
 
@@ -19,11 +22,12 @@ import errno
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import zmq
 
-from kakeya_zmq.io.connections import CONNECTIONS_MAX, ConnectionGuard
+from kakeya_zmq.io.connections import CONNECTIONS_MAX, Connection, ConnectionGuard
 from kakeya_zmq.io.incoming import MessageReader
 from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
 from kakeya_zmq.io.names import Dialling, Names
@@ -40,6 +44,12 @@ from wire.replay import Order, SequenceTracker
 _SUBSCRIBE: Final = 1
 _UNSUBSCRIBE: Final = 0
 CLOSE_LINGER_MS: Final = 200
+REFUSED_TOPIC: Final = "a subscription to something else than a topic of the bus"
+REFUSED_TALKER: Final = "a connection to the bus was cut: it sent something else than a few subscriptions"
+SUBSCRIPTION_BYTES_MAX: Final = 256
+"""Prefixes as long as that are merely refused: some later version of ours may have longer topics."""
+REQUESTS_MAX: Final = 64
+"""Of one connection, over its life: a subscriber of ours subscribes to each of a few topics once."""
 FORGED: Final = "a message on the bus is not signed by the node whose name it bears"
 _TOPIC_FRAMES: Final = {topic.frame: topic for topic in Topic}
 
@@ -49,6 +59,17 @@ def group_keys(keys: FleetKey | TelemetryKey) -> dict[Group, bytes]:
     if isinstance(keys, TelemetryKey):
         return {Group.TELEMETRY: keys.seal_key}
     return {Group.FLEET: keys.derive(Purpose.BUS_FLEET), Group.TELEMETRY: keys.telemetry_key().seal_key}
+
+
+@dataclass(slots=True)
+class _Reader:
+    """One connection from behind the handshake, as long as messages of it may come."""
+
+    connection: Connection | None
+    """None: it had ended when it was first heard."""
+    topics: set[Topic] = field(default_factory=set)
+    requests: int = 0
+    is_cut: bool = False
 
 
 class Publisher:
@@ -77,7 +98,7 @@ class Publisher:
     ) -> None:
         reactor.check_thread()
         self.counters: Counter[str] = Counter()
-        """``published``, ``oversize``, ``subscriptions_refused``, ``handshakes_rejected``."""
+        """``published``, ``oversize``, ``subscriptions_refused``, ``readers_cut``, ``handshakes_rejected``."""
         self._reactor = reactor
         self._local = local
         self._keys = group_keys(fleet_key)
@@ -85,7 +106,10 @@ class Publisher:
         self._on_refused = on_refused
         self._sequences: Counter[Topic] = Counter()
         self._subscriptions: Counter[Topic] = Counter()
-        """Granted and not ended with their connection."""
+        """Connections that have subscribed to it."""
+        self._readers: dict[bytes, _Reader] = {}
+        """By the number that the gate gave them."""
+        self._readers_max = 2 * connections_max
         self._closed = False
         self._domain = f"bus/{secrets.token_hex(8)}"
         self._socket = create_socket(reactor.context, zmq.XPUB, BUS_PUB)
@@ -114,8 +138,8 @@ class Publisher:
     def has_subscribers(self, topic: Topic) -> bool:
         """Whether somebody may be listening to ``topic``: what nobody listens to need not even be encoded.
 
-        A subscription counts until its connection ends. One that is taken back before that goes on counting: libzmq does not
-        say whose it was, and a reader must not be able to silence a topic for the others.
+        A connection counts once, until it takes its subscription back or ends. A reader can neither keep a topic busy when
+        it has gone nor silence it for the others.
         """
         return self._subscriptions[topic] > 0
 
@@ -157,23 +181,59 @@ class Publisher:
     def _on_readable(self) -> None:
         message = self._incoming.receive()
         frame = message.first
-        if _sent_by_peer(frame):
-            self._connections.prove(frame)
-        topic = _TOPIC_FRAMES.get(frame.bytes[1:2]) if len(frame) == 2 and not message.others else None
-        if topic is None or frame.bytes[0] not in (_SUBSCRIBE, _UNSUBSCRIBE):
-            self.counters["subscriptions_refused"] += 1
-            self._tell("a subscription to something else than a topic of the bus")
-            return
-        if frame.bytes[0] == _UNSUBSCRIBE:
-            self._socket.setsockopt(zmq.UNSUBSCRIBE, topic.frame)
-            if not _sent_by_peer(frame):
+        content = frame.bytes
+        topic = _TOPIC_FRAMES.get(content[1:]) if not message.others else None
+        number = _number_of(frame)
+        if not number:
+            # libzmq itself makes an unsubscription for each subscription of a connection that ends.
+            if topic is not None and content[0] == _UNSUBSCRIBE:
                 self._subscriptions[topic] = max(0, self._subscriptions[topic] - 1)
             return
+        reader = self._reader(number, frame)
+        if reader.is_cut:
+            return
+        reader.requests += 1
+        if message.others or not _is_subscription(content) or reader.requests > REQUESTS_MAX:
+            self._cut(reader)
+        elif topic is None:
+            self.counters["subscriptions_refused"] += 1
+            self._tell(REFUSED_TOPIC)
+        elif content[0] == _UNSUBSCRIBE:
+            self._unsubscribe(reader, topic)
+        else:
+            self._subscribe(reader, topic)
+
+    def _reader(self, number: bytes, frame: zmq.Frame) -> _Reader:
+        reader = self._readers.get(number)
+        if reader is None:
+            if len(self._readers) >= self._readers_max:
+                knows = self._connections.knows
+                self._readers = {key: each for key, each in self._readers.items() if knows(each.connection)}
+            reader = self._readers[number] = _Reader(self._connections.prove(frame))
+        return reader
+
+    def _subscribe(self, reader: _Reader, topic: Topic) -> None:
+        if topic in reader.topics:
+            return  # libzmq would tell one end for both
+        reader.topics.add(topic)
         self._subscriptions[topic] += 1
         # In manual mode this grants the subscription to the connection whose request was just received.
         self._socket.setsockopt(zmq.SUBSCRIBE, topic.frame)
         if self._on_subscribed is not None:
             self._on_subscribed(topic)
+
+    def _unsubscribe(self, reader: _Reader, topic: Topic) -> None:
+        if topic in reader.topics:  # else it is none of its own, and would be told no end of either
+            reader.topics.discard(topic)
+            self._subscriptions[topic] = max(0, self._subscriptions[topic] - 1)
+            self._socket.setsockopt(zmq.UNSUBSCRIBE, topic.frame)
+
+    def _cut(self, reader: _Reader) -> None:
+        """What of it is under way still comes, under its own number, and cuts nobody else who has its descriptor by then."""
+        reader.is_cut = True
+        self.counters["readers_cut"] += 1
+        if reader.connection is not None:
+            self._connections.cut(reader.connection, REFUSED_TALKER)
 
     def _rejected(self, reason: str) -> None:
         self.counters["handshakes_rejected"] += 1
@@ -184,12 +244,18 @@ class Publisher:
             self._on_refused(reason)
 
 
-def _sent_by_peer(frame: zmq.Frame) -> bool:
-    """Whether a peer sent this; libzmq itself makes an unsubscription for each subscription of a connection that ends."""
+def _number_of(frame: zmq.Frame) -> bytes:
+    """What the gate called the connection that sent this; empty when libzmq itself made it."""
     try:
-        return bool(frame.get("Peer-Address"))
+        number = frame.get("User-Id")
     except zmq.ZMQError:
-        return False
+        return b""
+    return number.encode() if isinstance(number, str) else bytes(number)
+
+
+def _is_subscription(content: bytes) -> bool:
+    """Whether this is what a subscriber may send: also one to a prefix that is no topic, as of another version of ours."""
+    return 0 < len(content) <= SUBSCRIPTION_BYTES_MAX and content[0] in (_SUBSCRIBE, _UNSUBSCRIBE)
 
 
 class Subscriber:

@@ -25,8 +25,6 @@ descriptors, thousands in a second (who looks at the descriptors instead: ``daem
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import socket as os_socket
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -35,7 +33,7 @@ from typing import Final
 
 import zmq
 
-from kakeya_zmq.io.borrowed import SetAside
+from kakeya_zmq.io.borrowed import SetAside, oldest_of_busiest
 from kakeya_zmq.io.monitor import monitor_pair
 from kakeya_zmq.io.reactor import Reactor
 
@@ -163,6 +161,10 @@ class ConnectionGuard:
             self._unproven[descriptor] = True
             self._keep_bounds(descriptor)
 
+    def knows(self, connection: Connection | None) -> bool:
+        """Whether it has not ended, as far as has been told."""
+        return connection is not None and self._known.get(connection.descriptor) is connection
+
     def cut(self, connection: Connection, reason: str) -> None:
         """End a connection for what came over it; one that has ended already is nobody's any more."""
         if not self._closed and self._known.get(connection.descriptor) is connection:
@@ -220,7 +222,7 @@ class ConnectionGuard:
 
     def _accepted(self, descriptor: int) -> None:
         self._forget(descriptor)  # the number may be that of a connection whose end was not told
-        host = self._host(descriptor)
+        host = self._borrowed.host(descriptor, self._port)
         self._known[descriptor] = Connection(descriptor, host)
         self._of_host[host] += 1
         self._unproven[descriptor] = False
@@ -229,19 +231,14 @@ class ConnectionGuard:
     def _keep_bounds(self, newest: int) -> None:
         host = self._known[newest].host
         if host and self._of_host[host] > self._address_max:
-            self._cut(self._oldest_unproven(host), REFUSED_ADDRESS)
+            self._cut(next(each for each in self._unproven if self._known[each].host == host), REFUSED_ADDRESS)
         elif len(self._unproven) > self._unproven_max:
-            self._cut(self._oldest_unproven(self._busiest()), REFUSED_UNPROVEN)
+            self._cut(self._least_wanted(), REFUSED_UNPROVEN)
         elif self.connections > self._connections_max:
-            self._cut(self._oldest_unproven(self._busiest()), REFUSED_TOO_MANY)
+            self._cut(self._least_wanted(), REFUSED_TOO_MANY)
 
-    def _busiest(self) -> str:
-        """The address with the most connections that are not proven: whoever comes from elsewhere shall get through."""
-        counts = Counter(self._known[each].host for each in self._unproven)
-        return max(counts, key=counts.__getitem__)
-
-    def _oldest_unproven(self, host: str) -> int:
-        return next(each for each in self._unproven if self._known[each].host == host)
+    def _least_wanted(self) -> int:
+        return oldest_of_busiest({each: self._known[each].host for each in self._unproven})
 
     def _forget(self, descriptor: int) -> None:
         self._unproven.pop(descriptor, None)
@@ -253,26 +250,5 @@ class ConnectionGuard:
 
     def _cut(self, descriptor: int, reason: str) -> None:
         self._forget(descriptor)
-        is_cut = False
-        with self._borrowed.connection(descriptor, self._port) as found, contextlib.suppress(OSError):
-            if found is not None:
-                found.shutdown(os_socket.SHUT_RDWR)
-                is_cut = True
-        if is_cut:
+        if self._borrowed.cut(descriptor, self._port):
             self._on_refused(reason)
-
-    def _host(self, descriptor: int) -> str:
-        with self._borrowed.connection(descriptor, self._port) as found, contextlib.suppress(OSError):
-            if found is not None:
-                return _host_of(found.getpeername()[0])
-        return ""
-
-
-def _host_of(text: str) -> str:
-    """An address in one form only; empty when it is none. IPv6 addresses are not taken together by network: a LAN is one."""
-    try:
-        address = ipaddress.ip_address(text)
-    except ValueError:
-        return ""
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)

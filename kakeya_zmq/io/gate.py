@@ -7,6 +7,7 @@ Rules:
 3. A PLAIN domain admits exactly one bearer of its token and is closed after that; a wrong guess does not close it, since
    otherwise a stranger could starve the honest peer (a token has 256 random bits, so guessing is hopeless).
 4. Whatever arrives, the gate's thread answers or drops it and goes on.
+5. Whoever is let in gets a number of its own, which its messages bear (``User-Id``): a descriptor is soon another one's.
 
 libzmq asks through an inproc socket before any frame of the peer is buffered, so a stranger costs no memory.
 """
@@ -14,6 +15,7 @@ libzmq asks through an inproc socket before any frame of the peer is buffered, s
 from __future__ import annotations
 
 import hmac
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -69,6 +71,7 @@ class Gate:
         self._lock = threading.Lock()
         self._domains: dict[str, _CurveDomain | _OnceDomain] = {}
         self._refused: Counter[tuple[str, str]] = Counter()
+        self._numbers = itertools.count(1)
         self._wake_up = WakeUp()
         self._closing = False
         self._ready = threading.Event()
@@ -106,6 +109,12 @@ class Gate:
             if domain in self._domains:
                 raise LocalProtocolError("this domain already has an admission")
             self._domains[domain] = _OnceDomain(token=token.encode("ascii"))
+
+    def admitted(self, domain: str) -> bool:
+        """Whether somebody has shown the token of this domain."""
+        with self._lock:
+            once = self._domains.get(domain)
+            return isinstance(once, _OnceDomain) and once.used
 
     def forget(self, domain: str) -> None:
         """Refuse everybody at ``domain`` from now on. Connections already admitted stay."""
@@ -161,8 +170,9 @@ class Gate:
                 continue
             reason = self._judge(request)
             status = (b"200", b"OK") if reason == _ALLOWED else (b"400", b"refused")
+            user_id = b"%d" % next(self._numbers) if reason == _ALLOWED else b""
             # The reason stays here: a stranger learns nothing from the answer.
-            socket.send_multipart([request.route, b"", _ZAP_VERSION, request.request_id, *status, b"", b""])
+            socket.send_multipart([request.route, b"", _ZAP_VERSION, request.request_id, *status, user_id, b""])
             if reason != _ALLOWED:
                 self._count(request.domain.partition("/")[0] if reason != "unknown domain" else "unknown", reason)
 

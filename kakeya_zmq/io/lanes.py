@@ -5,9 +5,9 @@ that only leave a note and wake the thread. What happens is told by ``post``, ca
 quick, thread-safe and must not raise. The last event is always exactly one LaneFinished.
 
 One socket serves one transfer, over one connection, and is never bound or connected a second time: a PUSH with two PULLs
-would deal the chunks out between them. A bound lane admits the bearer of a one-time token and nobody after that. A broken
-transfer is not repaired: the lane ends as soon as its connection does, what it delivered is kept, and the rest is asked for
-in a new one.
+would deal the chunks out between them. A bound lane admits the bearer of a one-time token and nobody after that; strangers
+at its port are few at a time (:class:`~kakeya_zmq.io.monitor.ConnectionWatch`). A broken transfer is not repaired: the lane
+ends as soon as its connection does, what it delivered is kept, and the rest is asked for in a new one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kakeya_zmq.io import sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.monitor import ConnectionWatch
-from kakeya_zmq.io.sockets import Address, PortRange, WakeUp
+from kakeya_zmq.io.sockets import Address, PortRange, SocketProfile, WakeUp
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
 from wire import limits
 from wire.errors import KakeyaError, LocalProtocolError
@@ -97,7 +97,7 @@ class Lane(ABC):
 
     @abstractmethod
     def _transfer(self) -> tuple[bool, str]:
-        """Move everything; (ok, reason)."""
+        """Move everything; (ok, reason). Each turn of its loop reads the watch: strangers come also while it is busy."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -128,6 +128,23 @@ class Lane(ABC):
             self._wake_up.close()
             self._post(LaneFinished(self._lane, ok=ok, reason=reason, transferred_bytes=self._transferred_bytes))
             self._ended.set()
+
+    def _open_socket(self, kind: int, profile: SocketProfile, side: BoundSide | ConnectingSide) -> TransferGrant:
+        """Make the socket and its watch, and bind or connect it; nothing is left of them when that fails."""
+        self._socket = sockets.create_socket(self._context, kind, profile)
+        try:
+            self._watch = ConnectionWatch(self._context, self._socket, side.refused, side.admitted)
+            try:
+                grant = side.open(self._socket)
+                if isinstance(side, BoundSide):
+                    self._watch.listening(grant.port)
+            except BaseException:
+                self._watch.close()
+                raise
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        return grant
 
     def _requested_close(self) -> tuple[bool, str] | None:
         with self._lock:
@@ -160,8 +177,6 @@ class Lane(ABC):
         ready = dict(self._poller.poll(timeout_ms))
         if self._wake_up.fileno() in ready:
             self._wake_up.drain()
-        if self._watch.pair in ready:
-            self._watch.read()
         return True
 
 
@@ -203,8 +218,12 @@ class BoundSide:
             link_codec=self._link_codec,
         )
 
+    def admitted(self) -> bool:
+        """Whether the bearer of the token has shown it."""
+        return self._gate.admitted(self._domain)
+
     def refused(self, reason: str) -> None:
-        """Somebody did not get through the transport's handshake."""
+        """Somebody did not get through the transport's handshake, or was cut."""
         self._gate.note(LANE_DOMAIN_KIND, reason)
 
     def release(self) -> None:
@@ -223,6 +242,10 @@ class ConnectingSide:
         sockets.apply_plain_client(socket, self._grant.token)
         socket.connect(self._address.zmq_endpoint())
         return self._grant
+
+    def admitted(self) -> bool:
+        """Nobody is let in here: whether the other side lets us in is told by the handshake."""
+        return False
 
     def refused(self, reason: str) -> None:
         """Our own attempt failed: nobody was refused."""

@@ -37,7 +37,7 @@ _POPULATE_BYTES_MIN: Final = 64 * limits.KIB
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _HEAP_KEPT_BYTES: Final = 64 * limits.MIB
-"""Four times the credit of a transfer: what libzmq may have allocated for frames at once."""
+"""What libzmq may have allocated for frames at once: the queues of a few transfers."""
 _POOL_BYTES_MIN: Final = 64 * limits.KIB
 """Smaller parts come from the heap."""
 _POOL_CLASSES: Final = 16

@@ -7,14 +7,16 @@ Rules:
 3. Each part has a buffer of its own, so that evicting it frees its memory.
 4. Whole parts are told when they are enough to be worth a turn of the reactor, when nothing more comes for a moment, and one
    by one at the end.
-5. Credit is earned by bytes that were processed, in steps of about half of the initial credit. What counts are the
-   bytes of parts and manifests, whatever a link encoding made of them on the way.
+5. Credit is earned by bytes that were processed, in steps of about half of the initial credit, or of seconds on a slow link:
+   to the sender it is the sign that something arrives. What counts are the bytes of parts and manifests, whatever a link
+   encoding made of them on the way.
 6. The first violation ends the transfer: over one TCP connection nothing honest arrives twice, torn or out of order.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -27,7 +29,6 @@ from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import Allocate, allocate
-from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
@@ -43,6 +44,8 @@ TOLD_AT_ONCE_PARTS: Final = 4
 """When so few parts are missing, each is told as it comes: what is told last is what is waited for."""
 TOLD_WITHIN_MS: Final = 3
 """Whole parts are told at the latest when nothing came for so long. A chunk takes a fast network less."""
+CREDIT_SECONDS: Final = 2.0
+"""Credit is told at the first chunk after so long."""
 CONNECT_SECONDS: Final = 3.0
 """Longer than this nobody waits for a connection to a bulk port; a closed one is dropped silently by most firewalls."""
 
@@ -149,14 +152,7 @@ class ReceiverLane(Lane):
     # --- the lane's thread ---
 
     def _open(self) -> None:
-        self._socket = sockets.create_socket(self._context, zmq.PULL, sockets.LANE_PULL)
-        self._watch = ConnectionWatch(self._context, self._socket, self._side.refused)
-        try:
-            grant = self._side.open(self._socket)
-        except BaseException:
-            self._watch.close()
-            self._socket.close(linger=0)
-            raise
+        grant = self._open_socket(zmq.PULL, sockets.LANE_PULL, self._side)
         self._assembler = Assembler(
             grant, self._filter, verify_digests=self._verify_digests, allocate_part=self._allocate_part
         )
@@ -184,8 +180,9 @@ class ReceiverLane(Lane):
             self._tell()
 
     def _receive(self) -> tuple[bool, str]:
-        processed_bytes = 0
+        processed_bytes, credited_at = 0, time.monotonic()
         while True:
+            self._watch.read()
             request = self._requested_close()
             if request is not None:
                 ok, reason = request
@@ -214,10 +211,10 @@ class ReceiverLane(Lane):
                 missing = self._filter.missing
                 return missing == 0, f"the sender ended with {missing} parts missing" if missing else ""
             processed_bytes += content_bytes
-            if processed_bytes > self._credit_step_bytes:
+            if processed_bytes > self._credit_step_bytes or self._progress_at - credited_at > CREDIT_SECONDS:
                 self._tell()
                 self._post(CreditEarned(self._lane, processed_bytes))
-                processed_bytes = 0
+                processed_bytes, credited_at = 0, self._progress_at
 
     def _tell(self) -> None:
         """Hand over the parts that are whole: several together, as long as more is there to be received."""

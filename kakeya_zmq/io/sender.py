@@ -8,6 +8,7 @@ Rules:
 3. After the last chunk the socket stays open until ``close``: closing a PUSH early can lose what the kernel still holds.
 4. The idle timeout runs while there is something to send or the receiver's last word is missing, not while the lane
    waits to be fed.
+5. Credit for bytes that were never sent ends the transfer: whoever gives it has not received anything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import allocate
-from kakeya_zmq.io.monitor import ConnectionWatch
 from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import LaneId, LaneOpened
 from wire import limits
@@ -105,6 +105,8 @@ class SenderLane(Lane):
         self._earned_bytes = 0
         # Below: the lane's thread only.
         self._credit_bytes = credit_bytes
+        self._unconfirmed_bytes = 0
+        """Sent, and not given back as credit."""
         self._grant: TransferGrant
         self._sealer: ChunkSealer
         self._source: _ChunkSource
@@ -209,14 +211,7 @@ class SenderLane(Lane):
     # --- the lane's thread ---
 
     def _open(self) -> None:
-        self._socket = sockets.create_socket(self._context, zmq.PUSH, sockets.LANE_PUSH)
-        self._watch = ConnectionWatch(self._context, self._socket, self._side.refused)
-        try:
-            self._grant = self._side.open(self._socket)
-        except BaseException:
-            self._watch.close()
-            self._socket.close(linger=0)
-            raise
+        self._grant = self._open_socket(zmq.PUSH, sockets.LANE_PUSH, self._side)
         self._sealer = ChunkSealer(self._grant.suite, self._grant.key)
         self._source = _ChunkSource(self._grant, self._value_bytes)
         if isinstance(self._side, BoundSide):
@@ -228,7 +223,10 @@ class SenderLane(Lane):
     def _transfer(self) -> tuple[bool, str]:
         while True:
             self._read_mailbox()
+            self._watch.read()
             request = self._requested_close()
+            if self._unconfirmed_bytes < 0:
+                return False, "credit came for bytes that were never sent"
             if request is not None:
                 ok, reason = request
                 if ok and not self._final_sent:
@@ -250,6 +248,7 @@ class SenderLane(Lane):
             fed, self._fed = self._fed, deque()
             earned_bytes, self._earned_bytes = self._earned_bytes, 0
         self._credit_bytes += earned_bytes
+        self._unconfirmed_bytes -= earned_bytes
         for batch in fed:
             self._source.add(batch)
         if fed or earned_bytes:
@@ -287,6 +286,7 @@ class SenderLane(Lane):
         # Once the first frame is taken the second always is.
         slot.tracker = self._socket.send(view, copy=False, track=True)
         slot.taken = False
+        self._unconfirmed_bytes += chunk.content_bytes
         self._final_sent = chunk.header.final
         if chunk.header.kind is ChunkKind.DATA:
             self._transferred_bytes += chunk.content_bytes

@@ -45,6 +45,12 @@ _CONTROL_MESSAGES: Final = 64
 _CONTROL_ANSWERS: Final = 16
 """Answers queued for one connection: a peer that asks and never reads costs so many on each of its connections."""
 _BUS_MESSAGES: Final = 1_024
+_LANE_HANDSHAKE_MS: Final = 2_000
+"""Three round trips of a satellite link (600 ms each). Its bearer's handshake is all that a bulk port waits for."""
+_SUBSCRIPTION_MESSAGE_BYTES_MAX: Final = 1_024
+"""A subscription has two bytes. The largest command of CURVE's handshake, INITIATE, has some 300 with our metadata."""
+_SUBSCRIPTION_BUFFER_BYTES: Final = 16_384
+"""What the system holds of a subscriber that sends what it likes, until it is cut."""
 
 
 class CurveKeys(Protocol):
@@ -64,9 +70,9 @@ class CurveKeys(Protocol):
 class SocketProfile:
     """How one kind of socket is set up.
 
-    ``message_bytes_max`` bounds one frame; ``queue_messages`` is the high-water mark of each direction and connection
-    (it counts messages, so it never bounds bytes by itself), ``send_queue_messages`` another one for what is sent;
-    ``immediate`` queues only to finished connections.
+    ``message_bytes_max`` bounds one frame that comes; ``queue_messages`` is the high-water mark of each direction and
+    connection (it counts messages, so it never bounds bytes by itself), ``send_queue_messages`` another one for what is
+    sent; ``receive_buffer_bytes`` bounds the system's own buffer; ``immediate`` queues only to finished connections.
     """
 
     name: str
@@ -74,6 +80,7 @@ class SocketProfile:
     message_bytes_max: int
     queue_messages: int
     send_queue_messages: int | None = None
+    receive_buffer_bytes: int | None = None
     linger_ms: int = 0
     immediate: bool = False
     router_mandatory: bool = False
@@ -95,6 +102,8 @@ class SocketProfile:
             (zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_INTERVAL_S),
             (zmq.TCP_KEEPALIVE_CNT, _KEEPALIVE_COUNT),
         ]
+        if self.receive_buffer_bytes is not None:
+            options.append((zmq.RCVBUF, self.receive_buffer_bytes))
         if self.immediate:
             options.append((zmq.IMMEDIATE, 1))
         if self.router_mandatory:
@@ -120,8 +129,9 @@ CONTROL_CLIENT: Final = SocketProfile(
 BUS_PUB: Final = SocketProfile(
     name="bus publisher",
     socket_types=(zmq.PUB, zmq.XPUB),
-    message_bytes_max=limits.BUS_MESSAGE_BYTES_MAX,
+    message_bytes_max=_SUBSCRIPTION_MESSAGE_BYTES_MAX,
     queue_messages=_BUS_MESSAGES,
+    receive_buffer_bytes=_SUBSCRIPTION_BUFFER_BYTES,
 )
 BUS_SUB: Final = SocketProfile(
     name="bus subscriber",
@@ -329,13 +339,16 @@ def apply_curve_client(socket: zmq.Socket[bytes], server_public: bytes, client_p
 
 
 def apply_plain_server(socket: zmq.Socket[bytes], domain: str) -> None:
-    """Accept only the bearer of the token that the gate admits into ``domain``. Must be called before ``bind``.
+    """Accept only the bearer of the token that the gate admits into ``domain``, whose handshake may take two seconds.
+
+    Must be called before ``bind``.
 
     Raises:
         LocalProtocolError: the domain is empty or too long.
     """
     _set_domain(socket, domain)
     socket.plain_server = 1
+    socket.handshake_ivl = _LANE_HANDSHAKE_MS
 
 
 def apply_plain_client(socket: zmq.Socket[bytes], token: str) -> None:

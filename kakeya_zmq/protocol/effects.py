@@ -58,6 +58,11 @@ class RequestArrived:
     deadline: float
     identity_public_key: bytes = b""
 
+    @property
+    def account(self) -> str:
+        """Whom the bounds of one peer go by: the identity it has proven, whatever it calls itself."""
+        return self.identity_public_key.hex() or self.node_id
+
 
 @dataclass(frozen=True, slots=True)
 class UpdateArrived:

@@ -12,7 +12,10 @@ Rules
 * Parts of an offer that are already held in its namespace are leased until its request ends: they are the prefix the new
   parts hang on. What other namespaces hold under the same hashes changes nothing of an answer.
 * A lease serves the node that it was given to, as long as its namespace exists for that node; for others it is unknown.
-* A fetch keeps the asker's lease alive while it runs. The asker may release it in the middle: the sender has the parts.
+* A fetch keeps the asker's lease alive while it runs, also when the asker releases it in the middle: what lanes send is held
+  in the store, and counts there.
+* Bounds of one peer, and whose a lease is, go by the identity that it has proven, not by the name that it gives itself.
+* An asker has as much time for a fetch as a very slow link takes. Its updates do not give it more: they cost it nothing.
 
 Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers
 (the lane of a fetch is fed when it is bound); a transfer goes
@@ -49,6 +52,7 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     LaneId,
     LaneOpened,
+    Note,
     PartsReceived,
     RequestArrived,
     RequestCancelled,
@@ -67,7 +71,7 @@ from kakeya_zmq.store import BlockStore, LeaseError, LeaseInfo
 from wire import limits
 from wire.bulk import choose_suite
 from wire.errors import FailureCode, RemoteProtocolError
-from wire.ids import LeaseId, NodeId
+from wire.ids import LeaseId
 from wire.limits import HASH_BYTES
 from wire.messages import (
     CipherSuite,
@@ -84,6 +88,8 @@ from wire.messages import (
 )
 
 __all__ = ["NO_LEASE", "CacheService"]
+SLOWEST_BYTES_PER_S: Final = 128 * limits.KIB
+"""A link on which nobody waits for KV: the slowest for which a fetch is kept open."""
 NOWHERE: Final = bytes(HASH_BYTES)
 """A namespace without content: no compatibility tuple has this hash."""
 UNKNOWN_LEASE: Final = "the lease is unknown or has expired"
@@ -188,8 +194,9 @@ class CacheService:
             case Lookup():
                 return self._lookup(event, body, now)
             case ReleaseLease(lease_id=lease_id):
-                if self._lease_of(event.node_id, LeaseId(lease_id), now) is not None:
-                    self._store.release(LeaseId(lease_id))
+                released = LeaseId(lease_id)
+                if self._lease_of(event, released, now) is not None and not self._transfers.releasing(released):
+                    self._store.release(released)
                 return [SendReply(key, Done())]
             case Fetch():
                 return self._fetch(event, body, now)
@@ -204,7 +211,7 @@ class CacheService:
         hidden = self._hides(event.node_id, body.fingerprint)
         body = replace(body, fingerprint=NOWHERE if hidden else body.fingerprint)
         try:
-            answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max, owner=event.node_id)
+            answer = answer_lookup(self._store, body, now, lease_ms_max=self._lease_ms_max, owner=event.account)
         except RemoteProtocolError as error:  # the peer's bytes, not our fault
             return refuse(key, error.code, error.message)
         counts: list[Effect] = [Count("cache_lookups")]
@@ -216,12 +223,15 @@ class CacheService:
 
     def _fetch(self, event: RequestArrived, body: Fetch, now: float) -> list[Effect]:
         key, lease_id = event.key, LeaseId(body.lease_id)
-        if (refusal := self._transfers.refusal(event.node_id)) is not None:
+        if (refusal := self._transfers.refusal(event.account)) is not None:
             return refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         suite = self._suite(body.suites)
         if suite is None or len(set(body.parts)) != len(body.parts):
             return refuse(key, FailureCode.INVALID_ARGUMENT, "no usable cipher suite, or a part named twice")
-        if self._lease_of(event.node_id, lease_id, now) is None:
+        if body.credit_bytes < limits.CHUNK_BYTES_MIN:
+            text = f"a credit of {body.credit_bytes} bytes lets no chunk through; the least is {limits.CHUNK_BYTES_MIN}"
+            return refuse(key, FailureCode.INVALID_ARGUMENT, text)
+        if self._lease_of(event, lease_id, now) is None:
             return refuse(key, FailureCode.NOT_FOUND, UNKNOWN_LEASE)
         try:
             parts = self._store.leased_parts(lease_id, body.parts, now)
@@ -231,7 +241,7 @@ class CacheService:
         lane = self._new_lane()
         transfer = Outgoing(
             key=key,
-            node_id=event.node_id,
+            account=event.account,
             phase=TransferPhase.OPENING,
             idle_at=now + self._idle_s,
             parts=parts,
@@ -246,13 +256,15 @@ class CacheService:
         # What is there can be sealed while the asker connects.
         return [Count("cache_fetches"), bind, FeedSender(lane, parts, final=True)]
 
-    def _lease_of(self, node_id: NodeId, lease_id: LeaseId, now: float) -> LeaseInfo | None:
-        """A lease that a node was given and may still use, or None."""
+    def _lease_of(self, event: RequestArrived, lease_id: LeaseId, now: float) -> LeaseInfo | None:
+        """A lease that whoever asks was given and may still use, or None."""
         try:
             info = self._store.lease_info(lease_id, now)
         except LeaseError:
             return None
-        return info if info.owner == node_id and not self._hides(node_id, info.fingerprint) else None
+        if info.owner != event.account or self._transfers.is_given_back(lease_id):
+            return None
+        return None if self._hides(event.node_id, info.fingerprint) else info
 
     def _publish(self, event: RequestArrived, body: PublishOffer, now: float) -> list[Effect]:
         key = event.key
@@ -271,7 +283,6 @@ class CacheService:
         transfer = self._transfers.find(lane) if lane is not None else None
         if lane is None or not isinstance(transfer, Outgoing):
             return []  # late, or an update that makes no sense for a publish
-        transfer.idle_at = now + self._idle_s
         match body:
             case Credit(credit_bytes=credit_bytes):
                 return [AddCredit(lane, credit_bytes)] if transfer.phase is TransferPhase.RUNNING else []
@@ -302,11 +313,12 @@ class CacheService:
             return [] if ended else self._finish(transfer, event, opened=opened)
         if transfer.phase is TransferPhase.CLOSING:
             return []
-        fetched = isinstance(transfer, Outgoing)
-        transfer.idle_at = now + (self._idle_s if fetched else self._promises.patience(transfer.node_id, now))
+        if isinstance(transfer, Incoming):
+            transfer.idle_at = now + self._promises.patience(transfer.account, now)
         match event, transfer:
             case LaneOpened(grant=grant), Outgoing(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING
+                transfer.idle_at = now + self._idle_s + transfer.total_bytes / SLOWEST_BYTES_PER_S
                 return [SendProgress(transfer.key, grant)]
             case LaneOpened(grant=grant), Incoming(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING
@@ -330,7 +342,10 @@ class CacheService:
                 return [Count("cache_broken_transfers"), self._publishing.reply(transfer)]
             case Outgoing() | Incoming():
                 reason = clip(event.reason) or "the transfer ended early"
-                return [Count("cache_broken_transfers"), SendFailure(transfer.key, FailureCode.UNAVAILABLE, reason)]
+                # The asker is told, too; but what keeps a lane from opening, as a lack of ports, is to be mended here.
+                notes = [] if opened else [Note("warning", clip(f"a transfer could not be opened: {reason}"))]
+                failure = SendFailure(transfer.key, FailureCode.UNAVAILABLE, reason)
+                return [Count("cache_broken_transfers"), *notes, failure]
             case _:
                 assert_never(transfer)
 

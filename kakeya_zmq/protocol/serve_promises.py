@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kakeya_zmq.protocol.serve_values import Incoming
-from wire.ids import NodeId
 
 SHARE: Final = 4
 """A quarter."""
@@ -39,54 +38,54 @@ class Promises:
     def __init__(self, bound: Callable[[bytes | None], int], patience_s: float) -> None:
         self._bound = bound
         self._patience_s = patience_s
-        self._debts: OrderedDict[NodeId, tuple[float, float]] = OrderedDict()
+        self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Bytes, and as of when."""
 
-    def counted(self, offers: Iterable[Incoming], asker: NodeId) -> Mapping[bytes, int]:
+    def counted(self, offers: Iterable[Incoming], asker: str) -> Mapping[bytes, int]:
         """Room, by namespace, that offers under way take from a new one of ``asker``: its own ones all of theirs."""
-        offered: Counter[tuple[NodeId, bytes]] = Counter()
-        received: Counter[tuple[NodeId, bytes]] = Counter()
+        offered: Counter[tuple[str, bytes]] = Counter()
+        received: Counter[tuple[str, bytes]] = Counter()
         for offer in offers:
-            which = (offer.node_id, offer.fingerprint)
+            which = (offer.account, offer.fingerprint)
             offered[which] += sum(meta.length_bytes for meta in offer.outstanding.values())
             received[which] += offer.received_bytes
-        left: dict[NodeId, int] = {}
+        left: dict[str, int] = {}
         total: Counter[bytes] = Counter()
-        for (node_id, fingerprint), size in offered.items():
-            if node_id == asker:
+        for (account, fingerprint), size in offered.items():
+            if account == asker:
                 total[fingerprint] += size
                 continue
-            came = received[node_id, fingerprint]
-            mine = left.get(node_id, self._bound(None) // SHARE)
+            came = received[account, fingerprint]
+            mine = left.get(account, self._bound(None) // SHARE)
             beyond = max(0, size - came)
             taken = min(beyond, mine, self._bound(fingerprint) // SHARE)
-            left[node_id] = mine - taken
+            left[account] = mine - taken
             total[fingerprint] += min(size, came) + taken
         return total
 
-    def patience(self, node_id: NodeId, now: float) -> float:
+    def patience(self, account: str, now: float) -> float:
         """Seconds without a byte after which an offer of this node is given up."""
-        debt, share = self._debt(node_id, now), max(1, self._bound(None) // SHARE)
+        debt, share = self._debt(account, now), max(1, self._bound(None) // SHARE)
         least = min(PATIENCE_S_MIN, self._patience_s)
         return max(least, self._patience_s * share / (share + debt))
 
     def broken(self, offer: Incoming, now: float) -> None:
         """An offer was waited for in vain."""
         missing = sum(meta.length_bytes for meta in offer.outstanding.values())
-        self._debts[offer.node_id] = (self._debt(offer.node_id, now) + missing, now)
-        self._debts.move_to_end(offer.node_id)
+        self._debts[offer.account] = (self._debt(offer.account, now) + missing, now)
+        self._debts.move_to_end(offer.account)
         if len(self._debts) > DEBTORS_MAX:
             self._debts.popitem(last=False)
 
-    def came(self, node_id: NodeId, length_bytes: int, now: float) -> None:
+    def came(self, account: str, length_bytes: int, now: float) -> None:
         """Offered parts have come."""
-        debt = self._debt(node_id, now) - length_bytes
+        debt = self._debt(account, now) - length_bytes
         if debt > 0:
-            self._debts[node_id] = (debt, now)
+            self._debts[account] = (debt, now)
         else:
-            self._debts.pop(node_id, None)
+            self._debts.pop(account, None)
 
-    def _debt(self, node_id: NodeId, now: float) -> float:
-        debt, since = self._debts.get(node_id, (0.0, now))
+    def _debt(self, account: str, now: float) -> float:
+        debt, since = self._debts.get(account, (0.0, now))
         forgiven = max(0.0, now - since) / FORGIVEN_S * (self._bound(None) // SHARE)
         return max(0.0, debt - forgiven)

@@ -67,7 +67,7 @@ class Publishing:
         if not lacking:
             self._cut(body.fingerprint, body.cuts)
             return [count, SendReply(key, publish_result(0, len(held), 0, ""))]
-        if (refusal := self._transfers.refusal(event.node_id)) is not None:
+        if (refusal := self._transfers.refusal(event.account)) is not None:
             return refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         return [count, *self._receive(event, body, suite, held, lacking, now)]
 
@@ -80,9 +80,9 @@ class Publishing:
                 continue  # the lane hands over only what it was told to expect; repeats are harmless
             del transfer.outstanding[part.meta.ref]
             transfer.received_bytes += part.meta.length_bytes
-            self._promises.came(transfer.node_id, part.meta.length_bytes, now)
+            self._promises.came(transfer.account, part.meta.length_bytes, now)
             try:
-                outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now, publisher=transfer.node_id)
+                outcome = self._store.put(part, fingerprint=transfer.fingerprint, now=now, publisher=transfer.account)
             except (CapacityError, InvalidInput) as error:  # quota, or another publish stored something contradicting
                 refused += 1
                 transfer.reason = clip(error.message)
@@ -141,9 +141,9 @@ class Publishing:
         outstanding = {meta.ref: meta for meta in wanted}
         transfer = Incoming(
             key=event.key,
-            node_id=event.node_id,
+            account=event.account,
             phase=TransferPhase.OPENING,
-            idle_at=now + self._promises.patience(event.node_id, now),
+            idle_at=now + self._promises.patience(event.account, now),
             fingerprint=body.fingerprint,
             wanted=pack_bitmap([meta.ref in outstanding for meta in body.parts]),
             outstanding=outstanding,
@@ -161,8 +161,8 @@ class Publishing:
 
     def _room_bytes(self, event: RequestArrived, body: PublishOffer) -> int:
         """What the store could make for an offer, less what the offers of others count on."""
-        promised = self._promises.counted(self._transfers.offers(), event.node_id)
-        return self._store.room_bytes(body.fingerprint, publisher=event.node_id, promised=promised)
+        promised = self._promises.counted(self._transfers.offers(), event.account)
+        return self._store.room_bytes(body.fingerprint, publisher=event.account, promised=promised)
 
     def _hold(self, refs: Sequence[PartRef], fingerprint: bytes, now: float) -> LeaseId | None:
         """Keep already held parts of an offer in the store until its request ends."""

@@ -12,7 +12,7 @@ from typing import assert_never
 from kakeya_zmq.protocol.effects import LaneId, RequestKey
 from kakeya_zmq.protocol.serve_values import Incoming, Outgoing, Transfer, TransferPhase
 from kakeya_zmq.store import BlockStore
-from wire.ids import NodeId
+from wire.ids import LeaseId
 
 
 class Transfers:
@@ -50,11 +50,26 @@ class Transfers:
         """Publishes under way."""
         return (transfer for _, transfer in self.under_way() if isinstance(transfer, Incoming))
 
-    def refusal(self, node_id: NodeId) -> str | None:
-        """Why a node may not have one more, or None."""
+    def releasing(self, lease_id: LeaseId) -> bool:
+        """A lease was given back: whether it has to stay until the fetches that send its parts have ended."""
+        sending = self._sending(lease_id)
+        for transfer in sending:
+            transfer.lease_given_back = True
+        return bool(sending)
+
+    def is_given_back(self, lease_id: LeaseId) -> bool:
+        """Whether a lease only stays for the fetches under way."""
+        return any(transfer.lease_given_back for transfer in self._sending(lease_id))
+
+    def _sending(self, lease_id: LeaseId) -> list[Outgoing]:
+        outgoing = (transfer for _, transfer in self.under_way() if isinstance(transfer, Outgoing))
+        return [transfer for transfer in outgoing if transfer.lease_id == lease_id]
+
+    def refusal(self, account: str) -> str | None:
+        """Why somebody may not have one more, or None."""
         if len(self._transfers) >= self._lanes_max:
             return f"all {self._lanes_max} transfers of this node are in use"
-        if sum(transfer.node_id == node_id for transfer in self._transfers.values()) >= self._lanes_per_node_max:
+        if sum(transfer.account == account for transfer in self._transfers.values()) >= self._lanes_per_node_max:
             return f"all {self._lanes_per_node_max} transfers allowed for one peer are in use"
         return None
 
@@ -71,8 +86,10 @@ class Transfers:
             case Incoming(held_lease_id=lease_id):
                 if lease_id is not None:
                     self._store.release(lease_id)
-            case Outgoing():
+            case Outgoing(lease_id=lease_id):
                 transfer.lease_id = None
+                if lease_id is not None and transfer.lease_given_back and not self.is_given_back(lease_id):
+                    self._store.release(lease_id)
             case _:
                 assert_never(transfer)
 

@@ -12,7 +12,7 @@ from kakeya_zmq.protocol.effects import Count, Effect, RequestKey, SendFailure
 from kakeya_zmq.store import BlockStore
 from wire import limits
 from wire.errors import FailureCode
-from wire.ids import LeaseId, NodeId
+from wire.ids import LeaseId
 from wire.messages import Cut, PartMeta, PartRef, PublishOffer, PublishResult
 
 
@@ -27,14 +27,18 @@ class Outgoing:
     """A fetch being served."""
 
     key: RequestKey
-    node_id: NodeId
+    account: str
+    """Whose it is: RequestArrived.account."""
     phase: TransferPhase
     idle_at: float
+    """When it is given up. Once the lane is open, that one sees to it that something happens; this is the end at last."""
     parts: tuple[Part, ...]
     lease_id: LeaseId | None
     """The asker's, while it still exists."""
     lease_generation: int
     renew_at: float
+    lease_given_back: bool = False
+    """The asker has released the lease. It ends with the transfer, so that what lanes send is always held in the store."""
 
     @property
     def total_bytes(self) -> int:
@@ -46,7 +50,8 @@ class Incoming:
     """A publish being received."""
 
     key: RequestKey
-    node_id: NodeId
+    account: str
+    """Whose it is: RequestArrived.account."""
     phase: TransferPhase
     idle_at: float
     fingerprint: bytes

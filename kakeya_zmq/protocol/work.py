@@ -230,7 +230,7 @@ class WorkService:
             untrue = error.code is FailureCode.UNAUTHENTICATED
             return [*refused, Refuse(event.node_id, NOT_SEALED_FOR_US)] if untrue else refused
         if job.key != event.key:
-            return self._attach(job, event, body, submission.proof)
+            return self._attach(job, event, body, submission.proof, now)
         job.expected_reuse = self._store.prefix_of(job)
         if job.expected_reuse == job.target:
             accepted = JobAccepted(proof=job.proof, queued_jobs=0, queued_tokens=0, eta_ms=0)
@@ -243,7 +243,7 @@ class WorkService:
     def _speed(self) -> float:
         return self.tokens_per_second or self._settings.default_tokens_per_second
 
-    def _attach(self, job: Job, request: RequestArrived, body: SubmitJob, proof: bytes) -> list[Effect]:
+    def _attach(self, job: Job, request: RequestArrived, body: SubmitJob, proof: bytes, now: float) -> list[Effect]:
         """Serve the newer request; it may want other chunks and seals, and has nothing of what the old lane sent."""
         effects: list[Effect] = [
             Count("jobs_attached"),
@@ -252,6 +252,8 @@ class WorkService:
         ]
         self._table.rename(job, request.key)
         job.deadline = request.deadline
+        if job.phase is JobPhase.DRAINING:
+            job.limit_drain(now)
         job.body = body
         job.proof = proof
         job.fed = 0
@@ -280,6 +282,7 @@ class WorkService:
         job.position = job.tokens_reused = job.target
         job.make_ready(held)
         self._table.drain(job)
+        job.limit_drain(now)
         return [*self._bind_lane(job), Count("job_tokens_reused", job.target), Count("jobs_computed"), self._progress(job)]
 
     def _serve_same(self, done: Job, now: float) -> list[Effect]:
@@ -372,6 +375,7 @@ class WorkService:
         job.compute_ms = (now - job.compute_started) * 1000
         self._measure(job.target - job.tokens_reused, job.compute_ms)
         self._table.drain(job)
+        job.limit_drain(now)
         own = [Count("jobs_computed"), self._progress(job), *feed_lane(job), *self._ending.release_engine(job)]
         return [*own, *self._serve_same(job, now)]
 
@@ -415,7 +419,10 @@ class WorkService:
         if event.ok and job.asker_done and job.final_fed:
             return self._ending.complete(job, event.transferred_bytes, now)
         if job.asker_done or not job.lane_ready:
-            return self._ending.fail(job, FailureCode.UNAVAILABLE, f"the transfer ended early: {event.reason}", now)
+            # The asker is told, too; but what keeps a lane from opening, as a lack of ports, is to be mended here.
+            note = Note("warning", f"a transfer could not be opened: {event.reason}")
+            failed = self._ending.fail(job, FailureCode.UNAVAILABLE, f"the transfer ended early: {event.reason}", now)
+            return failed if job.lane_ready or job.asker_done else [note, *failed]
         job.broken = BrokenLane(event.reason, event.transferred_bytes, now + LANE_GRACE_S)
         return []
 

@@ -55,7 +55,7 @@ class JobAdmission:
             raise RequestFailed(FailureCode.UNAVAILABLE, self._stopping)
         submission = self._door.open(request, body)
         tokens = check_submission(body, submission.packed_tokens, self._facts, self._settings)
-        known = self._table.find_same(request.node_id, body, submission.content_digest, now)
+        known = self._table.find_same(request, body, submission.content_digest, now)
         if known is not None:
             return known, submission
         self._job_number += 1

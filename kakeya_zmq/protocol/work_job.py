@@ -18,11 +18,14 @@ from kakeya_zmq.protocol.work_history import JobState
 from kakeya_zmq.store import ReservationId
 from wire.errors import FailureCode, RequestFailed
 from wire.ids import NodeId
-from wire.limits import CHUNK_BYTES_MIN, PROMPT_TOKENS_MAX, TOKEN_BYTES
+from wire.limits import CHUNK_BYTES_MIN, KIB, PROMPT_TOKENS_MAX, TOKEN_BYTES
 from wire.messages import PartKind, PartRef, SubmitJob
 
 ENDED_JOBS_MAX: Final = 1024
 
+DRAIN_S: Final = 30.0
+SLOWEST_BYTES_PER_S: Final = 128 * KIB
+"""A link on which nobody waits for KV: the slowest for which a job that has been computed is kept."""
 LANE_GRACE_S: Final = 0.25
 """How long a job waits for its asker's word after its lane broke. An asker that cancels hangs up on two connections, and
 either may be seen first; that its own lane broke it knows by itself, so that nobody waits for this."""
@@ -73,6 +76,8 @@ class Job:
     key: RequestKey
     """The request that is answered; another one after an attach."""
     node_id: NodeId
+    account: str
+    """Whose it is: RequestArrived.account."""
     tenant: str
     body: SubmitJob
     proof: bytes
@@ -140,6 +145,11 @@ class Job:
         computed = self.position - self.tokens_reused
         return computed / elapsed_s if computed > 0 and elapsed_s > 0 else 0.0
 
+    def limit_drain(self, now: float) -> None:
+        """All that is left is to send: as much time for that as a very slow link takes, whatever deadline was asked for."""
+        size_bytes = sum(part.meta.length_bytes for part in self.ready)
+        self.deadline = min(self.deadline, now + DRAIN_S + size_bytes / SLOWEST_BYTES_PER_S)
+
     def make_ready(self, parts: Iterable[Part]) -> None:
         """Add those parts that the asker lacks and that are not there yet."""
         for part in parts:
@@ -173,6 +183,8 @@ def check_submission(body: SubmitJob, packed_tokens: bytes, facts: ModelFacts, s
         problem = "a token id is outside the model's vocabulary"
     elif body.have_tokens >= len(tokens) - 1:
         problem = "the asker already has all the KV that a job computes"
+    elif body.checkpoint_tokens % facts.requirement.block_tokens:
+        problem = f"checkpoints are at multiples of {facts.requirement.block_tokens} tokens, not of {body.checkpoint_tokens}"
     elif body.credit_bytes < CHUNK_BYTES_MIN:
         problem = f"a credit of {body.credit_bytes} bytes lets no chunk through; the least is {CHUNK_BYTES_MIN}"
     if problem:
@@ -201,6 +213,7 @@ def make_job(
     return Job(
         key=request.key,
         node_id=request.node_id,
+        account=request.account,
         tenant=facts.compatibility.tenant_namespace,
         body=body,
         proof=submission.proof,

@@ -5,14 +5,14 @@ from __future__ import annotations
 from kakeya_zmq.protocol.effects import BindSender, CloseLane, Effect, FeedSender, LaneId
 from kakeya_zmq.protocol.work_job import Job, JobPhase
 from wire.bulk import choose_suite
-from wire.limits import TRANSFER_BYTES_MAX
+from wire.limits import CHUNK_BYTES_DEFAULT, TRANSFER_BYTES_MAX
 from wire.messages import SubmitJob
 
 
 def lane_bytes(body: SubmitJob) -> tuple[int, int]:
     """(chunk bytes, credit bytes) of the job's lane: a chunk larger than the credit could never be sent."""
     credit_bytes = min(body.credit_bytes, TRANSFER_BYTES_MAX)
-    return min(body.chunk_bytes_max, credit_bytes), credit_bytes
+    return min(body.chunk_bytes_max, CHUNK_BYTES_DEFAULT, credit_bytes), credit_bytes
 
 
 def bind_lane(job: Job, lane: LaneId, *, has_aes: bool) -> list[Effect]:

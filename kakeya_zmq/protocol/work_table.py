@@ -5,13 +5,12 @@ A job is in exactly one place: in the queue, running (one at most), draining, or
 
 from __future__ import annotations
 
-from kakeya_zmq.protocol.effects import LaneId, RequestKey
+from kakeya_zmq.protocol.effects import LaneId, RequestArrived, RequestKey
 from kakeya_zmq.protocol.work_history import JobHistory, JobState, JobView
 from kakeya_zmq.protocol.work_job import Job, JobPhase, WorkSettings
 from kakeya_zmq.protocol.work_queue import FairQueue
 from kakeya_zmq.protocol.work_views import view_of, views_of
 from wire.errors import FailureCode, RequestFailed
-from wire.ids import NodeId
 from wire.messages import JobAccepted, SubmitJob
 
 
@@ -87,12 +86,13 @@ class JobTable:
 
     # --- moving them -------------------------------------------------------------------------------------------------
 
-    def find_same(self, asker: NodeId, body: SubmitJob, content_digest: bytes, now: float) -> Job | None:
+    def find_same(self, request: RequestArrived, body: SubmitJob, content_digest: bytes, now: float) -> Job | None:
         """The job that is meant by this submission and has not ended; None when there is room for a new one.
 
         Raises:
             RequestFailed: the id is taken for other content, or there is no room.
         """
+        asker = request.node_id
         of_asker = [job for job in self.active() if job.node_id == asker]
         known = next((job for job in of_asker if job.body.job_id == body.job_id), None)
         ended = self._history.find(asker, body.job_id.hex(), now)
@@ -102,15 +102,16 @@ class JobTable:
         settings = self._settings
         if known is None and len(self.active()) >= settings.max_jobs:
             raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, f"the job queue is full ({settings.max_jobs} jobs)")
-        if known is None and len(of_asker) >= settings.max_jobs_per_asker:
-            text = f"{asker} already has {len(of_asker)} jobs here, as many as one node may have"
+        own = sum(job.account == request.account for job in self.active())
+        if known is None and own >= settings.max_jobs_per_asker:
+            text = f"{asker} already has {own} jobs here, as many as one node may have"
             raise RequestFailed(FailureCode.RESOURCE_EXHAUSTED, text)
         return known
 
     def enqueue(self, job: Job) -> None:
         self._forget_ended(job)
         self._queued[job.key] = job
-        self._queue.push(job, tenant=job.tenant, asker=job.node_id)
+        self._queue.push(job, tenant=job.tenant, asker=job.account)
 
     def take_next(self) -> Job | None:
         """The job that is to start, out of the queue."""
@@ -130,7 +131,7 @@ class JobTable:
         """It starts to compute from ``position`` on."""
         self.changes += 1
         self.running = job
-        self._queue.charge(job.target - position, tenant=job.tenant, asker=job.node_id)
+        self._queue.charge(job.target - position, tenant=job.tenant, asker=job.account)
 
     def drain(self, job: Job) -> None:
         """It has everything; wherever it was, only its lane is still at work."""

@@ -19,6 +19,8 @@ from wire.events import (
     WorkerView,
 )
 
+JOB_ID = "0b" * 16
+REQUEST_ID = "0c" * 8
 ADDRESSES = ("192.0.2.7", "192.0.2.8", "192.0.2.9", "2001:db8::77")
 PRIVATE = (
     *ADDRESSES,
@@ -91,11 +93,11 @@ def tell_fleet(web: Web) -> None:
     web.tell(snapshot(roles=("worker",), worker=WorkerView(inflight_jobs=1), sections=cache_only), "worker-1")
     web.tell(snapshot(roles=("cache",), models=(), sections=cache_only), "cache-1")
     job = {"place": "worker", "tenant": "secret-tenant-7", "tokens_total": 200, "reason": gossip}
-    web.tell(JobEvent(job_id="j1", state="running", asker="primary", tokens_done=50, eta_ms=900.0, **job), "worker-1")
-    web.tell(JobEvent(job_id="j2", state="failed", asker="192.0.2.7:51051", tokens_done=50, **job), "worker-1")
+    web.tell(JobEvent(job_id=JOB_ID, state="running", asker="primary", tokens_done=50, eta_ms=900.0, **job), "worker-1")
+    web.tell(JobEvent(job_id="0d" * 16, state="failed", asker="192.0.2.7:51051", tokens_done=50, **job), "worker-1")
     web.tell(
         RequestEvent(
-            request_id="r1",
+            request_id=REQUEST_ID,
             operation="append",
             outcome="ready",
             source="worker",
@@ -138,8 +140,15 @@ def tell_fleet(web: Web) -> None:
 
 def tell_hostile_node(web: Web) -> None:
     """A node whose descriptions of itself are full of private things."""
-    model = ModelView(model_id="/Users/telltale/tiny", quantization="/home/telltale", role="/x", cache_format_version="a/b")
+    told = {"quantization": "/home/telltale", "role": "/x", "cache_format_version": "a/b"}
+    models = tuple(
+        ModelView(model_id=name, fingerprint=name[:64], **told)
+        for name in ("/Users/telltale/tiny", "192.0.2.7:51051", "telltale prompt")
+    )
     endpoint = EndpointView(address="192.0.2.9:1", network="192.0.2.9:1")
     texts = {"platform": "/Users/telltale", "software": "at 192.0.2.7:51051", "state": "telltale prompt"}
     peer = PeerView(node_id="unheard", roles=("cache",))
-    web.tell(snapshot(sections={"cache": {}}, models=(model,), endpoints=(endpoint,), peers=(peer,), **texts), "hostile")
+    web.tell(snapshot(sections={"cache": {}}, models=models, endpoints=(endpoint,), peers=(peer,), **texts), "hostile")
+    for text in ("192.0.2.7:51051", "telltale prompt", "deadbeefdeadbeef" * 4):
+        web.tell(JobEvent(job_id=text, state="running"), "hostile")
+        web.tell(RequestEvent(request_id=text, append_id=text, operation="generate", outcome="ready"), "hostile")

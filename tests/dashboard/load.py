@@ -71,7 +71,7 @@ class SimulatedFleet:
         self._reactor.close()
 
     def mark(self, text: str) -> None:
-        """A job with this id, now."""
+        """A job with this id (32 hexadecimal digits, to be shown), now."""
         event = JobEvent(job_id=text, state="running", tokens_total=100, tokens_done=1)
         self._reactor.call(lambda: self._publish(0, event))
 
@@ -113,12 +113,12 @@ class SimulatedFleet:
                 job, phase = divmod(step, 8)
                 state = ("running", "completed")[phase == 7]
                 event: Event = JobEvent(
-                    job_id=f"j{job}", state=state, tokens_total=800, tokens_done=100 * phase + 100, asker="node-000"
+                    job_id=f"{job:032x}", state=state, tokens_total=800, tokens_done=100 * phase + 100, asker="node-000"
                 )
                 return job, event
             case 1:
                 event = RequestEvent(
-                    request_id=f"r{number}",
+                    request_id=f"{number:016x}",
                     operation="append",
                     outcome="ready",
                     source=("hot", "worker", "remote_cache")[step % 3],
@@ -153,7 +153,7 @@ def delay_to_page(fleet: SimulatedFleet, web: Address, samples: int) -> list[flo
     found = []
     with EventStream(web, "/v1/network/events?topics=jobs") as stream:
         for number in range(samples):
-            mark = f"mark-{number}"
+            mark = f"{number:0>8}".rjust(32, "f")
             started = time.monotonic()
             fleet.mark(mark)
             while mark not in {job["job_id"] for job in stream.next("jobs")["active"]}:

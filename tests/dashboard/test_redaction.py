@@ -113,3 +113,19 @@ def test_names_of_unknown_nodes_and_options_are_not_shown() -> None:
 )
 def test_a_model_named_by_a_path_is_shown_by_its_last_part(text: str, shown: str) -> None:
     assert model_name(text) == shown
+
+
+@pytest.mark.parametrize(
+    "text", ["10.9.8.7:4444", "host:4444", "[fe80::1]:5", "what a prompt says", "/x/10.9.8.7:4444", "a//b"]
+)
+def test_what_is_no_name_of_a_model_is_not_shown(text: str) -> None:
+    assert model_name(text) == OTHER
+
+
+@given(st.text(max_size=70) | st.text("0123456789abcdef", max_size=70))
+def test_an_identifier_is_shown_when_it_has_the_form_that_nodes_give_it(text: str) -> None:
+    who, everything = Eyes(admin=False, known=()), Eyes(admin=True, known=())
+    is_hex = set(text) <= set("0123456789abcdef")
+    assert who.identifier(text) == (text if is_hex and len(text) in (0, 16, 32) else OTHER)
+    assert who.fingerprint(text) == (text if is_hex and len(text) in (0, 64) else OTHER)
+    assert everything.identifier(text) == everything.fingerprint(text) == text

@@ -9,7 +9,7 @@ import pytest
 
 from dashboard import api_types as api
 from dashboard.http import Access, Route
-from tests.dashboard.fixtures_fleet import tell_fleet
+from tests.dashboard.fixtures_fleet import JOB_ID, tell_fleet
 from tests.dashboard.kit import snapshot
 from tests.dashboard.web_kit import API_KEY, Answer, Web
 
@@ -164,7 +164,7 @@ def test_a_store_of_another_model_is_not_mounted(told: Web) -> None:
 
 def test_jobs_requests_and_transfers_tell_their_numbers(told: Web) -> None:
     jobs = told.get("/v1/network/jobs")
-    assert [(job["job_id"], job["progress"], job["eta_ms"]) for job in jobs["active"]] == [("j1", 0.25, 900.0)]
+    assert [(job["job_id"], job["progress"], job["eta_ms"]) for job in jobs["active"]] == [(JOB_ID, 0.25, 900.0)]
     assert [(job["state"], job["asker"], job["reason"], job["tenant"]) for job in jobs["ended"]] == [
         ("failed", "other", "", "")
     ]

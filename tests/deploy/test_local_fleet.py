@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from daemons import fleet
 from daemons.command import EXIT_BAD_INPUT, EXIT_OK, EXIT_PORT_IN_USE, main
 from daemons.fleet.home import starting_alone
 from daemons.node_lock import NodeLock
+from kakeya_zmq.client import Client
 from tests.fleet_rig import PROJECT, clean_environment, run_kakeya
 from wire.errors import PortInUseError
 
@@ -35,11 +38,22 @@ if sys.argv[1] == "2":
     print(start_dashboard(lambda text: None, ephemeral=True).pid)
 """
 """What needs no model; short-lived, as the command that starts it is."""
+ADVERTISED = """
+from daemons import fleet
+plan = fleet.FleetPlan(ephemeral=True, roles=("cache",), extra=(("cache", ("--advertise", "192.0.2.1:9")),))
+(member,) = fleet.start_fleet(plan, lambda text: None)
+fresh = fleet.restart_member(member, lambda text: None)
+print(member.address, fresh.address, fresh.bus_address)
+"""
 
 
 def _up(count: int, home: Path) -> list[psutil.Process]:
+    return [psutil.Process(int(line)) for line in _run(START, home, str(count)).split()]
+
+
+def _run(script: str, home: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", START, str(count)],
+        [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
         timeout=120,
@@ -48,7 +62,7 @@ def _up(count: int, home: Path) -> list[psutil.Process]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [psutil.Process(int(line)) for line in done.stdout.split()]
+    return done.stdout
 
 
 def _runs(process: psutil.Process) -> bool:
@@ -180,6 +194,36 @@ def test_a_node_of_the_same_name_is_to_be_stopped(home: Path) -> None:
     finally:
         lock.release()
     assert "--node-id" not in str(raised.value)
+
+
+def test_a_primary_that_is_refused_is_told_before_anything_else_is_started(
+    home: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would ask who has its port, and join another fleet that serves there."""
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        ports = {"primary": taken.getsockname()[1], "worker": 0, "cache": 0}
+        monkeypatch.setattr("daemons.fleet.up.DEFAULT_PORTS", ports)
+        with pytest.raises(PortInUseError, match="the primary did not start"):
+            fleet.start_fleet(fleet.FleetPlan(model=str(model)), print)
+    assert sorted(path.name for path in (home / "logs").iterdir()) == ["primary.log"]
+    assert fleet.started_here() == []
+
+
+def test_what_a_configuration_file_advertises_does_not_reach_a_local_fleet(home: Path) -> None:
+    """It is for other machines, and this fleet serves on loopback."""
+    (home / "kakeya.toml").write_text('advertise = "192.0.2.1:9"\n', encoding="utf-8")
+    _up(1, home)
+    (member,) = fleet.load_fleet()
+    with Client(member.address, psk_file=fleet.default_psk_file()) as client:
+        assert client.status().sections["node"]["address"] == member.address
+    assert not member.address.startswith("192.0.2.1")
+
+
+def test_a_member_is_noted_by_the_address_that_it_has_bound(home: Path) -> None:
+    address, again, bus_address = _run(ADVERTISED, home).split()
+    assert address == again
+    assert address.startswith("127.0.0.1:")
+    assert bus_address.startswith("127.0.0.1:")
 
 
 ASCII = {"PYTHONIOENCODING": "ascii"}

@@ -117,6 +117,17 @@ def test_a_unit_and_an_agent_run_the_same_command(unit: Path, environment: dict[
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+def test_a_unit_tries_again_for_ever_and_not_too_often(unit: Path, environment: dict[str, str]) -> None:
+    """A port may be taken, or a disk full, for hours."""
+    lines = render(unit, environment).decode("utf-8").splitlines()
+    top = lines[: lines.index("[Service]")]
+    assert "StartLimitIntervalSec=0" in top
+    assert not [line for line in lines if line.startswith("StartLimitBurst")]
+    assert "Restart=on-failure" in lines
+    assert "RestartSec=10" in lines
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_rendered_units(unit: Path, environment: dict[str, str], tmp_path: Path) -> None:
     target = tmp_path / unit.name

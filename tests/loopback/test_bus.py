@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
-from kakeya_zmq.io.bus import Publisher, Subscriber
+from kakeya_zmq.io.bus import REFUSED_TALKER, REQUESTS_MAX, Publisher, Subscriber
+from kakeya_zmq.io.connections import REFUSED_UNFINISHED
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, bind, create_socket
 from tests.loopback.reactor_kit import node, run_until
@@ -247,7 +249,7 @@ def test_only_one_byte_topics_are_granted(reactor: Reactor) -> None:
     publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=joined.append)
     greedy = create_socket(reactor.context, zmq.SUB, BUS_SUB)
     apply_curve_client(greedy, KEY.curve_bus().public, KEY.curve_bus())
-    for prefix in (b"", b"\x01\x02", b"\x7f", b"x" * 10_000):
+    for prefix in (b"", b"\x01\x02", b"\x7f", b"x" * 200):
         greedy.setsockopt(zmq.SUBSCRIBE, prefix)
     greedy.connect(publisher.address.zmq_endpoint())
     run_until(reactor, lambda: publisher.counters["subscriptions_refused"] == 4)
@@ -257,6 +259,103 @@ def test_only_one_byte_topics_are_granted(reactor: Reactor) -> None:
     run_until(reactor, lambda: len(honest.messages) == 1)
     assert not greedy.poll(50)
     greedy.close()
+
+
+@contextlib.contextmanager
+def talker(reactor: Reactor, publisher: Publisher) -> Iterator[zmq.Socket[bytes]]:
+    """Holds the telemetry key, and can send what it likes; does not come back when it is cut."""
+    socket = create_socket(reactor.context, zmq.XSUB, BUS_SUB)
+    curve = KEY.telemetry_key().bus_curve()
+    apply_curve_client(socket, curve.public, curve)
+    socket.reconnect_ivl = -1
+    socket.connect(publisher.address.zmq_endpoint())
+    try:
+        yield socket
+    finally:
+        socket.close(linger=0)
+
+
+def test_a_reader_that_sends_anything_else_is_cut_and_others_are_served(reactor: Reactor) -> None:
+    refused: list[str] = []
+    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_refused=refused.append)
+    honest = Listener(reactor, Topic.NODE, address=publisher.address)
+    run_until(reactor, lambda: publisher.has_subscribers(Topic.NODE))
+    for number, junk in enumerate(([b"junk"], [b""], [b"x" * 900] * 20, [b"\x01" + b"x" * 300]), start=1):
+        with talker(reactor, publisher) as socket:
+            for _ in range(50):
+                socket.send_multipart(junk)
+            run_until(reactor, lambda: refused.count(REFUSED_TALKER) == number)  # noqa: B023
+            run_until(reactor, lambda: publisher._connections.connections == 1)
+    assert publisher.counters["readers_cut"] == 4
+    publisher.publish(Topic.NODE, b"figures")
+    run_until(reactor, lambda: honest.payloads == [b"figures"])
+    assert refused == [REFUSED_TALKER] * 4
+
+
+def test_what_a_subscriber_sends_is_bounded_and_what_it_is_sent_is_not(reactor: Reactor) -> None:
+    refused: list[str] = []
+    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_refused=refused.append)
+    honest = Listener(reactor, Topic.NODE, address=publisher.address)
+    run_until(reactor, lambda: publisher.has_subscribers(Topic.NODE))
+    with talker(reactor, publisher) as socket:
+        socket.send_multipart([b"x" * 2_000] * 15)
+        run_until(reactor, lambda: refused == [REFUSED_UNFINISHED])
+    assert publisher.counters["readers_cut"] == 0, "libzmq itself ends it, and hands over nothing"
+    largest = secrets.token_bytes(PAYLOAD_BYTES_MAX)
+    assert publisher.publish(Topic.NODE, largest)
+    run_until(reactor, lambda: honest.payloads == [largest])
+
+
+def test_a_repeated_subscription_counts_once_and_ends_once(reactor: Reactor) -> None:
+    joined: list[Topic] = []
+    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_subscribed=joined.append)
+    with talker(reactor, publisher) as socket:
+        for _ in range(10):
+            socket.send(b"\x01" + Topic.NODE.frame)
+        socket.send(b"\x01" + Topic.JOB.frame)
+        run_until(reactor, lambda: publisher.has_subscribers(Topic.JOB))
+        assert joined == [Topic.NODE, Topic.JOB]
+        socket.send(b"\x00" + Topic.JOB.frame)
+        socket.send(b"\x00" + Topic.CARD.frame)  # never subscribed to
+        run_until(reactor, lambda: not publisher.has_subscribers(Topic.JOB))
+        assert publisher.has_subscribers(Topic.NODE)
+    run_until(reactor, lambda: not publisher.has_subscribers(Topic.NODE))
+    assert publisher._subscriptions.total() == 0
+
+
+def test_a_reader_silences_no_topic_of_others(reactor: Reactor) -> None:
+    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY)
+    honest = Listener(reactor, Topic.NODE, address=publisher.address)
+    run_until(reactor, lambda: publisher.has_subscribers(Topic.NODE))
+    with talker(reactor, publisher) as socket:
+        for _ in range(10):
+            socket.send(b"\x00" + Topic.NODE.frame)
+        socket.send(b"\x01" + Topic.JOB.frame)
+        run_until(reactor, lambda: publisher.has_subscribers(Topic.JOB))
+        assert publisher.has_subscribers(Topic.NODE)
+    publisher.publish(Topic.NODE, b"figures")
+    run_until(reactor, lambda: honest.payloads == [b"figures"])
+
+
+def test_a_flood_of_subscriptions_ends_the_connection(reactor: Reactor) -> None:
+    refused: list[str] = []
+    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_refused=refused.append)
+    with talker(reactor, publisher) as socket:
+        for _ in range(REQUESTS_MAX + 1):
+            socket.send(b"\x01" + Topic.NODE.frame)
+        run_until(reactor, lambda: refused == [REFUSED_TALKER])
+        run_until(reactor, lambda: not publisher.has_subscribers(Topic.NODE))
+
+
+def test_readers_that_come_and_go_are_forgotten(reactor: Reactor) -> None:
+    publisher = Publisher(reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, connections_max=4)
+    for _ in range(12):
+        with talker(reactor, publisher) as socket:
+            socket.send(b"\x01" + Topic.NODE.frame)
+            run_until(reactor, lambda: publisher.has_subscribers(Topic.NODE))
+        run_until(reactor, lambda: not publisher.has_subscribers(Topic.NODE))
+        run_until(reactor, lambda: publisher._connections.connections == 0)
+    assert len(publisher._readers) <= 8
 
 
 def test_a_taken_port_is_a_clear_error(reactor: Reactor) -> None:

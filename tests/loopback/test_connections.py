@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import zmq
 
+from kakeya_zmq.io.borrowed import host_of
 from kakeya_zmq.io.connections import (
     REFUSED_ADDRESS,
     REFUSED_TOO_MANY,
     REFUSED_UNFINISHED,
     REFUSED_UNPROVEN,
     ConnectionGuard,
-    _host_of,
 )
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import CONTROL_SERVER, create_socket
@@ -216,7 +216,7 @@ def test_a_flood_from_one_address_does_not_cut_whoever_comes_from_another(guarde
     ],
 )
 def test_what_counts_as_one_address(text: str, host: str) -> None:
-    assert _host_of(text) == host
+    assert host_of(text) == host
 
 
 def test_connections_that_come_and_go_leave_nothing(guarded: Guarded) -> None:
@@ -279,7 +279,7 @@ def test_a_look_at_something_else_leaves_no_descriptor_open(guarded: Guarded) ->
     try:
         before = descriptors_open()
         for descriptor in [reader, writer, 9_999] * 20:
-            assert guarded.guard._host(descriptor) == ""
+            assert guarded.guard._borrowed.host(descriptor, guarded.port) == ""
         assert descriptors_open() == before
     finally:
         os.close(reader)

@@ -17,9 +17,10 @@ import pytest
 import zmq
 
 from kakeya_zmq.blocks import Part
-from kakeya_zmq.io import sockets
+from kakeya_zmq.io import receiver, sockets
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import CONNECTION_LOST, LaneGroup
+from kakeya_zmq.io.monitor import CROWDED, UNFINISHED, WAITING_MAX
 from kakeya_zmq.io.receiver import TOLD_AT_ONCE_PARTS, ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
 from kakeya_zmq.io.sockets import Address, PortRange
@@ -292,7 +293,8 @@ def test_the_smallest_credit_cannot_stall_a_transfer(rig: Rig, credit_bytes: int
     assert same_parts(rig.received.parts, MIXED)
 
 
-def test_credit_is_told_in_steps_of_a_half(rig: Rig) -> None:
+def test_credit_is_told_in_steps_of_a_half(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiver, "CREDIT_SECONDS", 1e9)
     parts = [make_part(number, CHUNK_BYTES) for number in range(40)]
     sender, grant = rig.bind_sender(credit_bytes=16 * CHUNK_BYTES)
     rig.wire(sender)
@@ -302,6 +304,28 @@ def test_credit_is_told_in_steps_of_a_half(rig: Rig) -> None:
     steps = [event.credit_bytes for event in rig.received.seen if isinstance(event, CreditEarned)]
     assert steps
     assert all(8 * CHUNK_BYTES < step <= 9 * CHUNK_BYTES for step in steps)
+
+
+def test_on_a_slow_link_credit_is_told_sooner(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time at all to wait it is told for each chunk, the manifest's included, but the last."""
+    monkeypatch.setattr(receiver, "CREDIT_SECONDS", -1.0)
+    parts = [make_part(number, CHUNK_BYTES) for number in range(10)]
+    sender, grant = rig.bind_sender()
+    rig.wire(sender)
+    rig.connect_receiver(grant, parts)
+    sender.feed(parts, final=True)
+    assert rig.finish()[1].ok
+    steps = [event.credit_bytes for event in rig.received.seen if isinstance(event, CreditEarned)]
+    assert steps[1:] == [CHUNK_BYTES] * 9
+
+
+def test_credit_for_what_was_never_sent_ends_the_transfer(rig: Rig) -> None:
+    """Whoever gives it has not received anything: it keeps nothing open."""
+    sender, _ = rig.bind_sender()
+    sender.feed([make_part(1, CHUNK_BYTES)], final=True)
+    sender.add_credit(1)
+    finished = rig.sent.wait_for(LaneFinished)
+    assert (finished.ok, finished.reason) == (False, "credit came for bytes that were never sent")
 
 
 def test_a_credit_smaller_than_a_chunk_is_our_own_mistake(rig: Rig) -> None:
@@ -314,7 +338,7 @@ def test_a_credit_smaller_than_a_chunk_is_our_own_mistake(rig: Rig) -> None:
 def test_slots_are_not_reused_while_the_socket_still_reads_them(rig: Rig) -> None:
     """A receiver that does not read: every slot fills, and what it finally reads is what was sealed."""
     parts = [make_part(number, CHUNK_BYTES) for number in range(400)]
-    sender, grant = rig.bind_sender()
+    sender, grant = rig.bind_sender(credit_bytes=limits.GIB)
     pull = sockets.create_socket(rig.context, zmq.PULL, sockets.LANE_PULL)
     pull.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
     pull.setsockopt(zmq.RCVHWM, 1)
@@ -322,7 +346,6 @@ def test_slots_are_not_reused_while_the_socket_still_reads_them(rig: Rig) -> Non
     with pull:
         pull.connect(Address(HOST, grant.port).zmq_endpoint())
         sender.feed(parts, final=True)
-        sender.add_credit(limits.GIB)
         frames = [pull.recv_multipart() for _ in range(401)]
     assert len({sealed for _, sealed in frames}) == 401
     sender.close(True, "")
@@ -358,11 +381,122 @@ def test_a_second_user_of_the_token_gets_nothing(rig: Rig) -> None:
     sender.feed(MIXED[:1], final=False)
     wait_until(lambda: len(rig.received.parts) == 1, "the honest peer is in")
     with dial_pull(rig.context, grant, grant.token) as second:
-        wait_until(lambda: ("lane", "token already used") in rig.gate.refused, "the second user is refused")
+        # Whichever is first: the gate's answer, or the lane that wants nobody else.
+        refused = {("lane", "token already used"), ("lane", CROWDED)}
+        wait_until(lambda: bool(refused & rig.gate.refused.keys()), "the second user is refused")
         sender.feed(MIXED[1:], final=True)
         assert rig.finish()[1].ok
         assert second.poll(0) == 0
     assert same_parts(rig.received.parts, MIXED)
+
+
+def silent(grant: TransferGrant, count: int) -> list[os_socket.socket]:
+    return [os_socket.create_connection((HOST, grant.port), timeout=DEADLINE_S) for _ in range(count)]
+
+
+def is_cut(stranger: os_socket.socket) -> bool:
+    """The node has nothing to say to it but its greeting."""
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(1024):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
+
+
+def test_few_silent_strangers_wait_at_a_bulk_port_and_not_for_long(rig: Rig) -> None:
+    sender, grant = rig.bind_sender()
+    rig.wire(sender)
+    strangers = silent(grant, WAITING_MAX + 5)
+    try:
+        wait_until(lambda: rig.gate.refused.get(("lane", CROWDED)) == 5, "five are cut")
+        wait_until(lambda: [is_cut(each) for each in strangers].count(True) == 5, "the oldest ones")
+        assert [is_cut(each) for each in strangers] == [True] * 5 + [False] * WAITING_MAX
+        wait_until(lambda: all(map(is_cut, strangers)), "all of them, before the handshake's usual time is over")
+        rig.connect_receiver(grant, MIXED)
+        sender.feed(MIXED, final=True)
+        assert rig.finish()[1].ok
+    finally:
+        for each in strangers:
+            each.close()
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["waits", "works"])
+def test_once_its_bearer_is_there_strangers_are_cut_at_once(rig: Rig, busy: bool) -> None:
+    """Also while there is something to send all the time; and the bearer's own connection is none of those."""
+    parts = [make_part(number, CHUNK_BYTES) for number in range(64)]
+    sender, grant = rig.bind_sender()
+    rig.wire(sender)
+    rig.connect_receiver(grant, parts)
+    sender.feed(parts[:1], final=False)
+    wait_until(lambda: len(rig.received.parts) == 1, "the honest peer is in")
+    strangers: list[os_socket.socket] = []
+    try:
+        for part in parts[1:-1]:
+            if busy:
+                sender.feed([part], final=False)
+            strangers += silent(grant, 1)
+        wait_until(lambda: all(map(is_cut, strangers)), "all are cut")
+        sender.feed([parts[-1]] if busy else parts[1:], final=True)
+        assert rig.finish()[1].ok
+    finally:
+        for each in strangers:
+            each.close()
+    assert same_parts(rig.received.parts, parts)
+    assert rig.gate.refused["lane", CROWDED] == len(strangers)
+
+
+def test_a_receiver_that_is_busy_cuts_strangers_too(rig: Rig) -> None:
+    parts = [make_part(number, CHUNK_BYTES) for number in range(256)]
+    strangers: list[os_socket.socket] = []
+
+    def knock(event: object) -> None:
+        if isinstance(event, PartsReceived) and len(strangers) < 50:
+            strangers.extend(silent(grant, 10))
+
+    rig.received.listeners.append(knock)  # on the lane's own thread, in the middle of its work
+    _, grant = rig.bind_receiver([part.meta for part in parts])
+    sender = rig.connect_sender(grant, parts)
+    rig.wire(sender)
+    try:
+        assert rig.finish()[1].ok
+        assert len(strangers) >= 10
+        assert same_parts(rig.received.parts, parts)
+        assert rig.gate.refused["lane", CROWDED] >= 10
+    finally:
+        for each in strangers:
+            each.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+def test_strangers_from_one_host_do_not_cut_who_comes_from_another(rig: Rig) -> None:
+    _, grant = rig.bind_sender()
+    with contextlib.ExitStack() as stack:
+        from_elsewhere = stack.enter_context(silent(grant, 1)[0])
+        for _ in range(WAITING_MAX + 5):
+            stranger = os_socket.create_connection((HOST, grant.port), DEADLINE_S, source_address=("127.0.0.2", 0))
+            stack.enter_context(stranger)
+        wait_until(lambda: rig.gate.refused.get(("lane", CROWDED)) == 6, "the others are cut")
+        assert not is_cut(from_elsewhere)
+
+
+def test_a_bearer_that_leaves_before_its_handshake_is_through_ends_the_transfer(rig: Rig) -> None:
+    """Its token serves once: nobody else could come."""
+    _, grant = rig.bind_receiver([part.meta for part in MIXED])
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+    hello = b"\x05HELLO" + bytes([len(sockets.PLAIN_USERNAME)]) + sockets.PLAIN_USERNAME + b"\x40" + grant.token.encode()
+    with os_socket.create_connection((HOST, grant.port), timeout=DEADLINE_S) as bearer:
+        bearer.sendall(greeting + b"\x04" + bytes([len(hello)]) + hello)
+        received = b""
+        while b"WELCOME" not in received:
+            received += bearer.recv(1024)
+        silent(grant, 1)[0].close()  # what happens at the port is looked at
+        wait_until(lambda: ("lane", CROWDED) in rig.gate.refused or ("lane", UNFINISHED) in rig.gate.refused, "it is")
+    ended = rig.received.wait_for(LaneFinished)
+    assert (ended.ok, ended.reason) == (False, CONNECTION_LOST)
 
 
 def test_a_flooder_at_a_bound_lane_costs_no_memory(rig: Rig) -> None:

@@ -86,6 +86,7 @@ _NASTY = st.one_of(
 ).map(lambda text: text[:100])
 _NUMBER = st.floats(min_value=0, max_value=1e12) | st.integers(0, 10**12).map(float)
 _COUNT = st.integers(0, 2**53)
+_FIGURE = st.floats(-(2.0**53), 2.0**53) | _COUNT
 
 
 _LINE = _NASTY.map(lambda text: "".join(filter(is_line, text)) or "?")
@@ -101,8 +102,8 @@ def hostile_pictures(draw: st.DrawFn) -> Picture:
     view = FleetView()
     node, role = draw(_NODE), draw(_ROLE)
     sections: dict[str, Any] = {
-        "cache": {"bytes_used": draw(st.floats() | _COUNT), "max_bytes": draw(st.floats() | _COUNT | st.booleans())},
-        "prefill": {"tokens_reused": draw(st.floats() | _COUNT), "tokens_computed": count()},
+        "cache": {"bytes_used": draw(_FIGURE), "max_bytes": draw(_FIGURE | st.booleans())},
+        "prefill": {"tokens_reused": draw(_FIGURE), "tokens_computed": count()},
     }
     model = ModelView(model_id=line(), tokens_per_second=number())
     peer = PeerView(node_id=draw(_NODE), roles=(role,))

@@ -27,6 +27,7 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     LaneId,
     LaneOpened,
+    Note,
     PartsReceived,
     RequestArrived,
     RequestCancelled,
@@ -135,7 +136,6 @@ class ServeMachine(RuleBasedStateMachine):
                     assert expected
                     self.lanes[lane] = Lane(expected)
                 case FeedSender(lane=lane, parts=parts, final=final):
-                    assert self.lanes[lane].opened
                     assert not self.lanes[lane].fed
                     assert final
                     assert all(CONTENT[part.meta.ref].payload == part.payload for part in parts)
@@ -148,6 +148,8 @@ class ServeMachine(RuleBasedStateMachine):
                         self.lanes[lane].closed = True
                 case Count(amount=amount):
                     assert amount >= 0
+                case Note(level=level):
+                    assert level == "warning"
                 case _:
                     raise AssertionError(f"an effect this machine has no use for: {type(effect).__name__}")
 
@@ -191,7 +193,7 @@ class ServeMachine(RuleBasedStateMachine):
                     parts=refs,
                     suites=(CipherSuite.SECRETBOX,),
                     chunk_bytes_max=limits.CHUNK_BYTES_MIN,
-                    credit_bytes=choice,
+                    credit_bytes=limits.CHUNK_BYTES_MIN - 1 + choice % 8,
                 ),
                 node,
             )

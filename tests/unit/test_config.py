@@ -290,6 +290,42 @@ def test_the_file_under_the_home_is_taken_unless_another_is_named(tmp_path: Path
     assert resolve(file=find_config_file("", environment)).settings.capacity == 9
 
 
+def test_the_file_of_the_environment_is_taken_unless_a_flag_names_another(tmp_path: Path) -> None:
+    written(tmp_path, "capacity = 9\n")
+    environment = {"KAKEYA_HOME": str(tmp_path), "KAKEYA_CONFIG": "~/own.toml"}
+    assert find_config_file("", environment) == Path.home() / "own.toml"
+    assert find_config_file("/elsewhere.toml", environment) == Path("/elsewhere.toml")
+    assert find_config_file("", {**environment, "KAKEYA_CONFIG": ""}) == tmp_path / "kakeya.toml"
+
+
+def test_config_show_names_the_file_of_the_environment_and_its_absence_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in os.environ if name.startswith("KAKEYA_")]:
+        monkeypatch.delenv(name)
+    written(tmp_path, "capacity = 9\n")
+    own = tmp_path / "own.toml"
+    own.write_text("capacity = 10\n", encoding="utf-8")
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path))
+    monkeypatch.setenv("KAKEYA_CONFIG", str(own))
+    assert main(["config", "show", "--role", "primary", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["file"] == str(own)
+    assert told["roles"]["primary"]["capacity"] == {"value": 10, "from": "file"}
+    assert told["unknown_variables"] == {}
+    own.unlink()
+    assert main(["config", "show"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the configuration file {own} cannot be read" in line
+    assert "KAKEYA_CONFIG" in line
+
+
+def test_a_setting_that_is_written_as_a_table_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cache_gb in the configuration file is a setting, and no table") as caught:
+        resolve(file=written(tmp_path, "[cache_gb]\nvalue = 4\n"))
+    assert caught.value.remedy.startswith("write cache_gb = ...")
+
+
 SAMPLE = Path(__file__).resolve().parents[2] / "deploy" / "kakeya.sample.toml"
 
 

@@ -23,6 +23,7 @@ from kakeya_zmq.protocol.effects import (
     LaneFinished,
     LaneId,
     LaneOpened,
+    Note,
     PartsReceived,
     RequestArrived,
     RequestCancelled,
@@ -33,7 +34,7 @@ from kakeya_zmq.protocol.effects import (
     Tick,
     UpdateArrived,
 )
-from kakeya_zmq.protocol.serve import NO_LEASE, CacheService
+from kakeya_zmq.protocol.serve import NO_LEASE, SLOWEST_BYTES_PER_S, CacheService
 from kakeya_zmq.protocol.serve_promises import DEBTORS_MAX, FORGIVEN_S, PATIENCE_S_MIN, Promises
 from kakeya_zmq.protocol.serve_values import Incoming, TransferPhase
 from kakeya_zmq.store import LEASES_MAX, NAMESPACES_PER_PUBLISHER_MAX, BlockStore
@@ -89,10 +90,10 @@ class Peer:
         self.now = 0.0
         self.requests = 0
 
-    def ask(self, body: RequestBody, *, node: str = "asker") -> tuple[RequestKey, list[Effect]]:
+    def ask(self, body: RequestBody, *, node: str = "asker", identity: bytes = b"") -> tuple[RequestKey, list[Effect]]:
         self.requests += 1
         key = RequestKey((bytes(16), self.requests))
-        return key, self.service.on(RequestArrived(key, NodeId(node), (), body, self.now + 60), self.now)
+        return key, self.service.on(RequestArrived(key, NodeId(node), (), body, self.now + 60, identity), self.now)
 
     def on(self, event: object) -> list[Effect]:
         return self.service.on(event, self.now)  # type: ignore[arg-type]
@@ -131,7 +132,7 @@ def fetch(lease_id: LeaseId, parts: Sequence[Part], suites: tuple[CipherSuite, .
         parts=tuple(part.meta.ref for part in parts),
         suites=suites,
         chunk_bytes_max=limits.CHUNK_BYTES_MAX,
-        credit_bytes=100,
+        credit_bytes=limits.CHUNK_BYTES_MIN,
     )
 
 
@@ -281,7 +282,11 @@ def test_a_fetch_from_grant_to_result() -> None:
     info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
     key, effects = peer.ask(fetch(info.lease_id, parts))
     bind = only(effects, BindSender)
-    assert (bind.suite, bind.chunk_bytes, bind.credit_bytes) == (CipherSuite.AES_256_GCM, limits.CHUNK_BYTES_DEFAULT, 100)
+    assert (bind.suite, bind.chunk_bytes, bind.credit_bytes) == (
+        CipherSuite.AES_256_GCM,
+        limits.CHUNK_BYTES_DEFAULT,
+        limits.CHUNK_BYTES_MIN,
+    )
     assert counts(effects) == {"cache_fetches": 1}
     # Behind the lane's binding, so that the parts are sealed while the asker connects.
     assert effects[-2:] == [bind, FeedSender(bind.lane, parts, final=True)]
@@ -423,14 +428,68 @@ def test_a_silent_asker_is_given_up() -> None:
     peer = Peer()
     parts = make_parts(make_chain(16))
     peer.hold(parts)
-    key, lane = peer.start_fetch(parts)
-    peer.now = 9.0
-    peer.on(LaneOpened(lane, GRANT))
-    peer.now = 19.0
-    assert peer.service.deadline() == 15.0, "the lease's renewal"
+    key, _ = peer.start_fetch(parts)
+    assert peer.service.deadline() == 10.0, "the lane did not open"
+    peer.now = 10.0
     effects = peer.on(Tick())
     assert only(effects, SendFailure) == SendFailure(key, FailureCode.DEADLINE_EXCEEDED, only(effects, CloseLane).reason)
     assert counts(effects) == {"cache_idle_transfers": 1}
+
+
+def test_a_fetch_ends_at_last_however_often_its_asker_says_something() -> None:
+    peer = Peer()
+    parts = make_parts(make_chain(16))
+    peer.hold(parts)
+    key, lane = peer.start_fetch(parts)
+    peer.on(LaneOpened(lane, GRANT))
+    end = 10.0 + sum(part.meta.length_bytes for part in parts) / SLOWEST_BYTES_PER_S
+    failures: list[SendFailure] = []
+    while not failures:
+        assert peer.now <= end + 1.0
+        peer.now += 1.0
+        failures = of(peer.on(UpdateArrived(key, Credit(credit_bytes=1))), SendFailure)
+    assert peer.now >= end
+    assert failures[0].code is FailureCode.DEADLINE_EXCEEDED
+
+
+def test_what_lanes_send_stays_in_the_store_also_when_its_lease_is_given_back() -> None:
+    peer = Peer()
+    parts = make_parts(make_chain(16))
+    peer.hold(parts)
+    info = peer.store.lease([part.meta.ref for part in parts], 0.0, 1000, fingerprint=FINGERPRINT, owner="asker")
+    keys = []
+    for _ in range(2):
+        key, effects = peer.ask(fetch(info.lease_id, parts))
+        peer.on(LaneOpened(only(effects, BindSender).lane, GRANT))
+        keys.append(key)
+    assert only(peer.ask(ReleaseLease(lease_id=info.lease_id))[1], SendReply).body == Done()
+    assert failure_code(peer.ask(fetch(info.lease_id, parts))[1]) is FailureCode.NOT_FOUND, "it was given back"
+    total = sum(part.meta.length_bytes for part in parts)
+    for key in keys:
+        assert peer.store.stats().bytes_locked == total
+        peer.on(UpdateArrived(key, TransferDone(complete=True)))
+    assert peer.store.stats().bytes_locked == 0
+    assert peer.store.stats().leases == 0
+
+
+def test_an_identity_has_one_share_whatever_it_calls_itself() -> None:
+    peer = Peer(lanes_per_node_max=2)
+    parts = make_parts(make_chain(16))
+    peer.hold(parts)
+    codes = []
+    lookup = Lookup(
+        fingerprint=FINGERPRINT,
+        requirement=FULL,
+        block_hashes=pack_hashes([part.meta.block_hash for part in parts]),
+        lease_ms=1000,
+    )
+    for number in range(3):
+        name = f"name-{number}"
+        reply = only(peer.ask(lookup, node=name, identity=b"i" * 32)[1], SendReply).body
+        assert isinstance(reply, LookupReply)
+        effects = peer.ask(fetch(LeaseId(reply.lease_id), parts), node=name, identity=b"i" * 32)[1]
+        codes.append([effect.code for effect in of(effects, SendFailure)])
+    assert codes == [[], [], [FailureCode.RESOURCE_EXHAUSTED]]
 
 
 def test_lanes_are_bounded_in_all_and_for_one_peer() -> None:
@@ -695,7 +754,7 @@ def test_debts_are_remembered_of_so_many_nodes() -> None:
 def incoming(parts: Sequence[Part], node: str) -> Incoming:
     return Incoming(
         key=RequestKey((bytes(16), 1)),
-        node_id=NodeId(node),
+        account=node,
         phase=TransferPhase.RUNNING,
         idle_at=0.0,
         fingerprint=FINGERPRINT,
@@ -833,8 +892,10 @@ def test_a_lease_is_unknown_to_whom_it_was_not_given() -> None:
     hidden.add(FINGERPRINT)
     assert refusal("asker", lease_id) == refusal("thief", LeaseId(b"z" * 16)), "its tenant was taken from it meanwhile"
     hidden.clear()
-    assert only(peer.ask(fetch(lease_id, parts))[1], BindSender)
+    key, effects = peer.ask(fetch(lease_id, parts))
+    assert only(effects, BindSender)
     peer.ask(ReleaseLease(lease_id=lease_id))
+    peer.on(RequestCancelled(key, "enough"))
     assert peer.store.stats().leases == 0
 
 
@@ -861,3 +922,20 @@ def test_a_namespace_too_many_of_one_node_is_refused_before_anything_is_sent() -
     assert isinstance(result, PublishResult)
     assert result.refused_parts == 1
     assert only(peer.ask(offer([part]), node="other")[1], BindReceiver)
+
+
+def test_why_a_lane_could_not_open_is_noted_here_and_what_breaks_later_is_not() -> None:
+    """The asker's log has it, too; but the ports are this node's."""
+    peer = Peer()
+    parts = make_parts(make_chain(16))
+    _, effects = peer.ask(offer(parts))
+    published = peer.on(LaneFinished(only(effects, BindReceiver).lane, False, "every port is in use", 0))
+    peer.hold(parts)
+    _, lane = peer.start_fetch(parts)
+    fetched = peer.on(LaneFinished(lane, False, "every port is in use", 0))
+    for ended in (published, fetched):
+        assert only(ended, Note) == Note("warning", "a transfer could not be opened: every port is in use")
+    _, lane = peer.start_fetch(parts)
+    peer.on(LaneOpened(lane, GRANT))
+    assert of(peer.on(LaneFinished(lane, False, "the asker went silent", 0)), Note) == []
+    peer.assert_clean()

@@ -17,6 +17,7 @@ from kakeya_zmq.protocol.effects import (
     CommandEnded,
     FeedSender,
     LaneFinished,
+    Note,
     RequestArrived,
     RequestKey,
     RunCommand,
@@ -26,7 +27,7 @@ from kakeya_zmq.protocol.effects import (
 )
 from kakeya_zmq.protocol.work import JobState, WorkSettings
 from kakeya_zmq.protocol.work_door import NOT_SEALED_FOR_US
-from kakeya_zmq.protocol.work_job import LANE_GRACE_S
+from kakeya_zmq.protocol.work_job import DRAIN_S, LANE_GRACE_S
 from tests.unit.preparation_kit import (
     BLOCK,
     FINGERPRINT,
@@ -527,4 +528,54 @@ def test_prefill_runs_from_the_position_the_import_reached() -> None:
         prefill += [command for command in commands(host) if isinstance(command, Prefill)]
     (command,) = prefill
     assert np.array_equal(command.tokens, tokens[64:99])
+    host.drain()
+
+
+# --- bounds of one member ----------------------------------------------------------------------------------------------
+
+
+def test_a_computed_job_is_kept_as_long_as_a_very_slow_link_takes_and_no_longer() -> None:
+    host = WorkHost(FULL)
+    key = host.submit(tokens_of(100))
+    while host.step():
+        pass
+    host.open_lane(only_lane(host))
+    due = host.service.deadline()
+    assert due is not None
+    assert host.now + DRAIN_S <= due < host.now + DRAIN_S + 1.0
+    host.now = due
+    host.send(Tick())
+    assert outcome(host, key) is FailureCode.DEADLINE_EXCEEDED
+    host.drain()
+
+
+def test_jobs_are_counted_by_identity_not_by_name() -> None:
+    host = WorkHost(FULL, settings=WorkSettings(max_jobs_per_asker=2))
+    for number in range(2):
+        assert host.submit(tokens_of(40, number), job_id=number + 1, node="asker") in host.requests
+    key = RequestKey((bytes(16), 99))
+    body = submission(tokens_of(40, 3), job_id=3)
+    host.requests[key] = Request(body, tokens_of(40, 3), "asker")
+    host.send(RequestArrived(key, NodeId("another name"), (), body, host.now + 60, key_of("asker")))
+    assert outcome(host, key) is FailureCode.RESOURCE_EXHAUSTED
+    host.drain()
+
+
+def test_checkpoints_between_blocks_are_refused() -> None:
+    host = WorkHost(FULL)
+    assert outcome(host, host.submit(tokens_of(40), checkpoints=BLOCK + 1)) is FailureCode.INVALID_ARGUMENT
+    host.check_drained()
+
+
+def test_why_a_lane_could_not_open_is_noted_here() -> None:
+    """The asker's log has it, too; but the ports are this node's."""
+    host = WorkHost(FULL)
+    key = host.submit(tokens_of(40))
+    lane = only_lane(host)
+    del host.lanes[lane]
+    host.send(LaneFinished(lane, False, "every port is in use", 0))
+    assert [effect for effect in host.effects if isinstance(effect, Note)] == [
+        Note("warning", "a transfer could not be opened: every port is in use")
+    ]
+    assert outcome(host, key) is FailureCode.UNAVAILABLE
     host.drain()
