@@ -72,6 +72,8 @@ TRANSFER_BYTES_MAX: Final = 64 * GIB
 CREDIT_BYTES_DEFAULT: Final = 64 * MIB
 """Bytes a sender may have sent that the receiver has not processed. So that most transfers need no more credit, each grant
 of which takes a turn on both sides; what either side holds of them in memory is bounded by its queues, a few chunks."""
+SLOWEST_LINK_BYTES_PER_S: Final = 128 * KIB
+"""The slowest link for which a transfer is kept open: over a slower one nobody waits for KV."""
 PARTS_PER_REQUEST_MAX: Final = 16_384
 """Part references in one fetch or offer; 48 bytes each as encoded, so the message stays under its cap."""
 

@@ -17,9 +17,8 @@ Rules
 * Bounds of one peer, and whose a lease is, go by the identity that it has proven, not by the name that it gives itself.
 * An asker has as much time for a fetch as a very slow link takes. Its updates do not give it more: they cost it nothing.
 
-Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers
-(the lane of a fetch is fed when it is bound); a transfer goes
-through these phases, and what an event does depends on nothing else:
+Theory of operation. Lookup and ReleaseLease are answered at once. Fetch and PublishOffer are transfers (the lane of a fetch
+is fed when it is bound); a transfer goes through these phases, and what an event does depends on nothing else:
 
     phase     fetch                                   publish
     OPENING   LaneOpened -> send grant, RUNNING       LaneOpened -> send grant, RUNNING
@@ -88,8 +87,6 @@ from wire.messages import (
 )
 
 __all__ = ["NO_LEASE", "CacheService"]
-SLOWEST_BYTES_PER_S: Final = 128 * limits.KIB
-"""A link on which nobody waits for KV: the slowest for which a fetch is kept open."""
 NOWHERE: Final = bytes(HASH_BYTES)
 """A namespace without content: no compatibility tuple has this hash."""
 UNKNOWN_LEASE: Final = "the lease is unknown or has expired"
@@ -318,7 +315,7 @@ class CacheService:
         match event, transfer:
             case LaneOpened(grant=grant), Outgoing(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING
-                transfer.idle_at = now + self._idle_s + transfer.total_bytes / SLOWEST_BYTES_PER_S
+                transfer.idle_at = now + self._idle_s + transfer.total_bytes / limits.SLOWEST_LINK_BYTES_PER_S
                 return [SendProgress(transfer.key, grant)]
             case LaneOpened(grant=grant), Incoming(phase=TransferPhase.OPENING):
                 transfer.phase = TransferPhase.RUNNING

@@ -18,14 +18,13 @@ from kakeya_zmq.protocol.work_history import JobState
 from kakeya_zmq.store import ReservationId
 from wire.errors import FailureCode, RequestFailed
 from wire.ids import NodeId
-from wire.limits import CHUNK_BYTES_MIN, KIB, PROMPT_TOKENS_MAX, TOKEN_BYTES
+from wire.limits import CHUNK_BYTES_MIN, PROMPT_TOKENS_MAX, SLOWEST_LINK_BYTES_PER_S, TOKEN_BYTES
 from wire.messages import PartKind, PartRef, SubmitJob
 
 ENDED_JOBS_MAX: Final = 1024
 
 DRAIN_S: Final = 30.0
-SLOWEST_BYTES_PER_S: Final = 128 * KIB
-"""A link on which nobody waits for KV: the slowest for which a job that has been computed is kept."""
+"""How long a computed job is kept for its asker, beside what sending takes."""
 LANE_GRACE_S: Final = 0.25
 """How long a job waits for its asker's word after its lane broke. An asker that cancels hangs up on two connections, and
 either may be seen first; that its own lane broke it knows by itself, so that nobody waits for this."""
@@ -148,7 +147,7 @@ class Job:
     def limit_drain(self, now: float) -> None:
         """All that is left is to send: as much time for that as a very slow link takes, whatever deadline was asked for."""
         size_bytes = sum(part.meta.length_bytes for part in self.ready)
-        self.deadline = min(self.deadline, now + DRAIN_S + size_bytes / SLOWEST_BYTES_PER_S)
+        self.deadline = min(self.deadline, now + DRAIN_S + size_bytes / SLOWEST_LINK_BYTES_PER_S)
 
     def make_ready(self, parts: Iterable[Part]) -> None:
         """Add those parts that the asker lacks and that are not there yet."""

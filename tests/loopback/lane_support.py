@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import queue
+import socket as os_socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,19 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"timed out: {what}"
         time.sleep(0.005)
+
+
+def is_cut(stranger: os_socket.socket) -> bool:
+    """The node has nothing to say to it but its greeting."""
+    stranger.setblocking(False)
+    try:
+        while stranger.recv(1024):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    return True
 
 
 def make_part(number: int, length_bytes: int) -> Part:

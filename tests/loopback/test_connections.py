@@ -24,6 +24,7 @@ from kakeya_zmq.io.connections import (
 )
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import CONTROL_SERVER, create_socket
+from tests.loopback.lane_support import is_cut
 from tests.loopback.reactor_kit import WAIT_S, run_until
 
 UNPROVEN_MAX = 5
@@ -110,18 +111,6 @@ def answers(guarded: Guarded, socket: zmq.Socket[bytes]) -> bool:
 
 def stranger_from(guarded: Guarded, host: str) -> os_socket.socket:
     return os_socket.create_connection(("127.0.0.1", guarded.port), timeout=WAIT_S, source_address=(host, 0))
-
-
-def is_cut(stranger: os_socket.socket) -> bool:
-    stranger.setblocking(False)
-    try:
-        while stranger.recv(1024):
-            pass
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
-    return True
 
 
 def test_the_oldest_silent_ones_are_cut_and_members_stay(guarded: Guarded) -> None:

@@ -33,6 +33,7 @@ from tests.loopback.lane_support import (
     HandMadeSender,
     Mailbox,
     expected,
+    is_cut,
     make_part,
     same_parts,
     wait_until,
@@ -392,19 +393,6 @@ def test_a_second_user_of_the_token_gets_nothing(rig: Rig) -> None:
 
 def silent(grant: TransferGrant, count: int) -> list[os_socket.socket]:
     return [os_socket.create_connection((HOST, grant.port), timeout=DEADLINE_S) for _ in range(count)]
-
-
-def is_cut(stranger: os_socket.socket) -> bool:
-    """The node has nothing to say to it but its greeting."""
-    stranger.setblocking(False)
-    try:
-        while stranger.recv(1024):
-            pass
-    except BlockingIOError:
-        return False
-    except ConnectionError:
-        return True
-    return True
 
 
 def test_few_silent_strangers_wait_at_a_bulk_port_and_not_for_long(rig: Rig) -> None:

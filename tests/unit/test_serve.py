@@ -34,7 +34,7 @@ from kakeya_zmq.protocol.effects import (
     Tick,
     UpdateArrived,
 )
-from kakeya_zmq.protocol.serve import NO_LEASE, SLOWEST_BYTES_PER_S, CacheService
+from kakeya_zmq.protocol.serve import NO_LEASE, CacheService
 from kakeya_zmq.protocol.serve_promises import DEBTORS_MAX, FORGIVEN_S, PATIENCE_S_MIN, Promises
 from kakeya_zmq.protocol.serve_values import Incoming, TransferPhase
 from kakeya_zmq.store import LEASES_MAX, NAMESPACES_PER_PUBLISHER_MAX, BlockStore
@@ -442,7 +442,7 @@ def test_a_fetch_ends_at_last_however_often_its_asker_says_something() -> None:
     peer.hold(parts)
     key, lane = peer.start_fetch(parts)
     peer.on(LaneOpened(lane, GRANT))
-    end = 10.0 + sum(part.meta.length_bytes for part in parts) / SLOWEST_BYTES_PER_S
+    end = 10.0 + sum(part.meta.length_bytes for part in parts) / limits.SLOWEST_LINK_BYTES_PER_S
     failures: list[SendFailure] = []
     while not failures:
         assert peer.now <= end + 1.0
