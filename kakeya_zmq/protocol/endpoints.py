@@ -269,7 +269,7 @@ class EndpointChoice:
         self._enter(endpoint, EndpointState.USED, now)
         if before is not None:
             effects += self._hang_up(before, now, COMPARE_PAUSE_S)
-        for other in self._endpoints.values():
+        for other in list(self._endpoints.values()):  # hanging up forgets what is no longer offered
             dialling = other is not endpoint and other.state is EndpointState.DIALLING
             if dialling and other.rank > endpoint.rank:
                 effects += self._hang_up(other, now, PROBE_PAUSE_S)
@@ -286,12 +286,11 @@ class EndpointChoice:
                 endpoint.breaks = 1 if now - endpoint.since >= FORGIVEN_S else endpoint.breaks + 1
                 self._enter(endpoint, EndpointState.DIALLING, now)
                 effects: list[EndpointEffect] = [Use(None)]
-                settled = [other for other in self._ranked() if other.state is EndpointState.SETTLING]
-                effects += self._use(settled[0], now) if settled else []
                 if not endpoint.offered:
                     effects.append(HangUp(address))
                     del self._endpoints[address]
-                return effects
+                settled = [other for other in self._ranked() if other.state is EndpointState.SETTLING]
+                return [*effects, *self._use(settled[0], now)] if settled else effects
             case EndpointState.SETTLING:
                 endpoint.breaks += 1
                 return self._missed(endpoint, now)

@@ -187,6 +187,17 @@ def test_an_endpoint_that_is_not_offered_any_more_is_used_while_it_works() -> No
     assert up(choice, "lan:1", 4.0) == []
 
 
+def test_one_that_breaks_and_is_not_offered_any_more_makes_room_for_the_one_that_was_settling() -> None:
+    # Both orders: what breaks is of higher and of lower rank than what takes over.
+    for used, next_one in ((LAN, BOLT), (OTHER_LAN, LAN)):
+        choice = started(used, next_one)
+        up(choice, next_one.address, 1.0)
+        choice.on(Offered((next_one,)), 1.1)
+        gone, takes_over = HangUp(used.address), Use(next_one.address)
+        assert choice.on(Disconnected(used.address), 1.2) == [Use(None), gone, takes_over]
+        assert choice.offers() == (next_one,)
+
+
 def test_an_offer_twice_counts_once_and_a_changed_priority_counts() -> None:
     choice = EndpointChoice()
     choice.on(Offered((LAN, EndpointOffer("lan:1", "configured", 0))), 0.0)

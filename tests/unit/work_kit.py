@@ -42,10 +42,12 @@ from kakeya_zmq.protocol.effects import (
     SendFailure,
     SendProgress,
     SendReply,
+    Tick,
     UpdateArrived,
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.work import WorkService, WorkSettings
+from kakeya_zmq.protocol.work_job import LANE_GRACE_S
 from kakeya_zmq.store import BlockStore
 from tests.unit.engine_queues import EngineQueues
 from tests.unit.preparation_kit import (
@@ -367,7 +369,10 @@ class WorkHost:
                     self.done(state.key)
                 if state.closed is not None:
                     self.finish_lane(lane)
-            if not self.lanes and not any(self.queues.values()):
+            if self.service._table.broken():
+                self.now += LANE_GRACE_S
+                self.send(Tick())
+            elif not self.lanes and not any(self.queues.values()):
                 break
         self.check_drained()
 
