@@ -11,6 +11,8 @@ Rules
 * What is leased or pinned is not evicted; reserved room is not used for anything else. A put or a reservation that can't
   have its room without breaking this raises CapacityError. What to evict: :mod:`kakeya_zmq.store_index`; a chain never
   evicts its own beginning to store its end.
+* Leases of one other node hold fast a quarter of the store (of a quota, in its namespace). What it has leased beyond that
+  ends when somebody else needs the room and nothing else gives it: :mod:`kakeya_zmq.store_leases`.
 * Time comes in as ``now`` (seconds, monotonic). A lease has expired when ``now >= expires_at``.
 * Used on one thread. Payloads may be views of foreign buffers; a view into a larger buffer is copied once, or a small
   part would keep a whole transfer's memory alive after everything else of it was evicted.
@@ -18,17 +20,18 @@ Rules
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kakeya_zmq.blocks import Part, byte_view
 from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
 from kakeya_zmq.store_leases import LeaseTable
 from kakeya_zmq.store_log import EventLog
-from kakeya_zmq.store_lookup import ROWS, cuts_of, find_prompt, survey_of, tail_of
+from kakeya_zmq.store_lookup import ROWS
+from kakeya_zmq.store_reading import StoreReading
 from kakeya_zmq.store_room import StoreRoom
 from kakeya_zmq.store_values import (
     EVENTS_MAX,
+    LEASED_SHARE,
     LEASES_MAX,
     LEASES_PER_OWNER_MAX,
     NAMESPACES_MAX,
@@ -47,10 +50,11 @@ from wire import limits
 from wire.errors import CapacityError, FailureCode, InvalidInput
 from wire.ids import LeaseId
 from wire.limits import HASH_BYTES
-from wire.messages import Cut, PartMeta, PartRef, Requirement, Tail
+from wire.messages import Cut, PartMeta, PartRef
 
 __all__ = [
     "EVENTS_MAX",
+    "LEASED_SHARE",
     "LEASES_MAX",
     "LEASES_PER_OWNER_MAX",
     "NAMESPACES_MAX",
@@ -67,10 +71,8 @@ __all__ = [
     "Survey",
 ]
 
-CONTINUATIONS_MAX = 64
 
-
-class BlockStore:
+class BlockStore(StoreReading):
     """See the module's rules.
 
     Args:
@@ -86,8 +88,8 @@ class BlockStore:
         random_bytes: Callable[[int], bytes],
         quota_bytes: Callable[[bytes], int | None] = lambda fingerprint: None,
     ) -> None:
+        super().__init__(BlockTree())
         self._quota_bytes = quota_bytes
-        self._tree = BlockTree()
         self._leases = LeaseTable(random_bytes)
         self._log = EventLog(EVENTS_MAX)
         self._room = StoreRoom(max_bytes, self._tree, self._leases, self._log, quota_bytes)
@@ -106,69 +108,6 @@ class BlockStore:
     def max_bytes(self) -> int:
         return self._room.max_bytes
 
-    def has(self, ref: PartRef, *, fingerprint: bytes) -> bool:
-        return self._find(ref, fingerprint) is not None
-
-    def presence(self, fingerprint: bytes) -> Callable[[PartRef], bool]:
-        """Whether a part of one namespace is held at the moment it is asked, for walks along a chain."""
-        namespaces = self._tree.namespaces
-
-        def has(ref: PartRef) -> bool:
-            if (namespace := namespaces.get(fingerprint)) is None or (block := namespace.blocks.get(ref.block_hash)) is None:
-                return False
-            kind = ref.kind  # written out, not by block.part: a prompt asks this for every block
-            return (block.full if kind == 0 else block.window if kind == 1 else block.state) is not None
-
-        return has
-
-    def get(self, ref: PartRef, *, fingerprint: bytes) -> Part | None:
-        """The part, without refreshing it."""
-        held = self._find(ref, fingerprint)
-        return None if held is None else held.as_part()
-
-    def length_bytes(self, ref: PartRef, *, fingerprint: bytes) -> int:
-        """Payload size, 0 when it is not held."""
-        held = self._find(ref, fingerprint)
-        return 0 if held is None else held.length_bytes
-
-    def contradicts(self, meta: PartMeta, *, fingerprint: bytes) -> bool:
-        """Whether :meth:`put` would refuse this description: its namespace has the block at another place in a chain."""
-        return self._tree.contradicts(fingerprint, meta)
-
-    def survey(self, block_hashes: Sequence[bytes], *, fingerprint: bytes) -> Survey:
-        """Presence of every kind for each hash, in the given order, and the mean size of what is there."""
-        return survey_of([self._tree.block(fingerprint, block_hash) for block_hash in block_hashes])
-
-    def find(self, block_hashes: Sequence[bytes], *, fingerprint: bytes, requirement: Requirement) -> Finding:
-        """What is held of a prompt whose blocks have these hashes, in prefix order; refreshes nothing."""
-        return find_prompt(self._tree, block_hashes, fingerprint, requirement)
-
-    def tails(self, parent_hash: bytes, *, fingerprint: bytes, block_tokens: int) -> tuple[Tail, ...]:
-        """Tails held under a block (or under ROOT_HASH), newest first, at most TAILS_PER_PARENT_MAX."""
-        blocks = self._tree.tails(fingerprint, parent_hash, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
-        return tuple([tail_of(block) for block in blocks])
-
-    def cuts(self, parent_hash: bytes, *, fingerprint: bytes) -> tuple[Cut, ...]:
-        """Tails under a block (or under ROOT_HASH) that are beginnings of longer blocks."""
-        return tuple([cut for block in self._tree.cuts(fingerprint, parent_hash) for cut in cuts_of(block)])
-
-    def continuations(self, parent_hash: bytes, *, fingerprint: bytes) -> tuple[tuple[bytes, int], ...]:
-        """Hash and tokens of blocks held under a block, newest first, at most CONTINUATIONS_MAX."""
-        found = itertools.islice(self._tree.children(fingerprint, parent_hash), CONTINUATIONS_MAX)
-        return tuple((block.block_hash, block.token_count) for block in found)
-
-    def cuts_within(self, block_hash: bytes, *, fingerprint: bytes) -> tuple[Cut, ...]:
-        """Tails that are beginnings of this block, if it is held."""
-        block = self._tree.block(fingerprint, block_hash)
-        return () if block is None else cuts_of(block)
-
-    def is_cut(self, meta: PartMeta, *, fingerprint: bytes) -> bool:
-        """Whether this part of a tail can be had from a longer block."""
-        return any(
-            cut.block_hash == meta.block_hash and cut.token_count == meta.token_count and bool(cut.kinds >> meta.kind & 1)
-            for cut in self.cuts(meta.parent_hash, fingerprint=fingerprint)
-        )
-
     def room_bytes(self, fingerprint: bytes, *, publisher: str = "", promised: Mapping[bytes, int] | None = None) -> int:
         """Bytes that new parts of this namespace, from this publisher, could get if everything that may go did go.
 
@@ -186,13 +125,6 @@ class BlockStore:
         """How many bytes a namespace may have at most: the size of the store, or its quota. Of None: of the store."""
         quota = self._quota_bytes(fingerprint) if fingerprint is not None else None
         return self._room.max_bytes if quota is None else min(quota, self._room.max_bytes)
-
-    def holds_namespace(self, fingerprint: bytes) -> bool:
-        """Whether there is a part of it."""
-        return fingerprint in self._tree.namespaces
-
-    def usage_by_fingerprint(self) -> dict[bytes, int]:
-        return {fingerprint: namespace.bytes_used for fingerprint, namespace in self._tree.namespaces.items()}
 
     def events_since(self, sequence: int) -> tuple[StoreEvent, ...] | None:
         """Events with a larger sequence number, oldest first; None when some of them are already forgotten."""
@@ -266,7 +198,7 @@ class BlockStore:
             return PutOutcome.ALREADY_HELD
         try:
             block = block or self._add_block(meta, fingerprint, publisher)
-            self._insert(part, block, now, reservation_id)
+            self._insert(part, block, now, reservation_id, publisher)
         except CapacityError:
             self._put_failures += 1
             raise
@@ -316,15 +248,17 @@ class BlockStore:
             raise CapacityError(refusal)
         return self._tree.add(fingerprint, meta, publisher)
 
-    def _insert(self, part: Part, block: HeldBlock, now: float, reservation_id: ReservationId | None) -> None:
+    def _insert(
+        self, part: Part, block: HeldBlock, now: float, reservation_id: ReservationId | None, publisher: str
+    ) -> None:
         meta = part.meta
         reserved = self._room.reserved_for(reservation_id, meta.length_bytes)
         own_parts = block.parts()
         for own in own_parts:  # the other parts of the same block must not go to make room for this one
             self._leases.lock(own)
         try:
-            self._room.make_quota_room(block.namespace, meta.length_bytes, now)
-            self._room.make_room(meta.length_bytes - reserved, now, beneficiary=block)
+            self._room.make_quota_room(block.namespace, meta.length_bytes, now, node=publisher)
+            self._room.make_room(meta.length_bytes - reserved, now, beneficiary=block, node=publisher)
         except CapacityError:
             if not block.kinds:
                 self._tree.remove(block)
@@ -438,6 +372,22 @@ class BlockStore:
         """End a lease; False when there is none (any more)."""
         return self._leases.release(lease_id)
 
+    def let_yield(self, needed_bytes: int, now: float, *, node: str) -> None:
+        """End leases of others beyond their share as far as :meth:`room_bytes` needs that to be so much for a node.
+
+        Evicts nothing; whether it was enough, room_bytes tells.
+        """
+        self._room.let_yield(needed_bytes, now, node=node)
+
+    @property
+    def any_yielded(self) -> bool:
+        """Whether :meth:`take_yielded` has something to tell."""
+        return self._leases.any_yielded
+
+    def take_yielded(self) -> frozenset[LeaseId]:
+        """Leases that ended since the last call because somebody else needed the room: what rests on them had better end."""
+        return self._leases.take_yielded()
+
     def expire(self, now: float) -> int:
         """End every lease whose time has come; returns how many."""
         return self._leases.expire(now)
@@ -448,14 +398,17 @@ class BlockStore:
 
     # --- room ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, reservation_id: ReservationId, reserved_bytes: int, now: float) -> None:
+    def reserve(self, reservation_id: ReservationId, reserved_bytes: int, now: float, *, node: str = "") -> None:
         """Set room aside, evicting what may go, before the work that will fill it starts.
+
+        Args:
+            node: for whom the work is done; empty for this node itself. Its own leases do not yield to it.
 
         Raises:
             CapacityError: leases, pins and other reservations leave less than that.
             InvalidInput: the id is in use, or the size is not positive.
         """
-        self._room.reserve(reservation_id, reserved_bytes, now)
+        self._room.reserve(reservation_id, reserved_bytes, now, node=node)
 
     def release_reservation(self, reservation_id: ReservationId) -> None:
         """Give back what is left of a reservation; idempotent."""
@@ -492,14 +445,6 @@ class BlockStore:
         return dropped_bytes
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------
-
-    def _find(self, ref: PartRef, fingerprint: bytes) -> HeldPart | None:
-        block = self._tree.block(fingerprint, ref.block_hash)
-        return None if block is None else block.part(ref.kind)
-
-    def _found(self, refs: Iterable[PartRef], fingerprint: bytes) -> list[HeldPart]:
-        """The parts that are held, in order."""
-        return [held for ref in refs if (held := self._find(ref, fingerprint)) is not None]
 
     def _next_use(self) -> int:
         self._use += 1

@@ -2,6 +2,9 @@
 
 A lease keeps parts, not references: a part that was invalidated and stored again under the same name is not in it. Expiry
 times wait in a heap that is put right only when its first entry is looked at.
+
+Leases cost their owner nothing and can be had again and again, so they must not keep a store from others: what a node has
+leased beyond its share *yields* when somebody else needs room that nothing else can give.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ class Lease:
     info: LeaseInfo
     parts: set[HeldPart]
     """What it holds: the parts of its info less what was invalidated."""
+    size_bytes: int
+    """Of their payloads when it was given; what several leases hold counts in each."""
 
 
 class LeaseTable:
@@ -31,7 +36,7 @@ class LeaseTable:
         random_bytes: makes lease ids.
     """
 
-    __slots__ = ("_expiries", "_generation", "_leases", "_owners", "_pins", "_random_bytes", "bytes_locked")
+    __slots__ = ("_expiries", "_generation", "_leases", "_owners", "_pins", "_random_bytes", "_yielded", "bytes_locked")
 
     def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
         self._random_bytes = random_bytes
@@ -40,6 +45,7 @@ class LeaseTable:
         """Leases of each other node."""
         self._expiries: list[tuple[float, LeaseId]] = []
         self._pins: set[HeldPart] = set()
+        self._yielded: set[LeaseId] = set()
         self._generation = 0
         self.bytes_locked = 0
         """Payload bytes of parts that are leased or pinned, each counted once."""
@@ -66,15 +72,18 @@ class LeaseTable:
         found = tuple(dict.fromkeys(parts))
         if not found:
             raise LeaseError(FailureCode.NOT_FOUND, "none of the parts is held")
+        size_bytes = 0
         for held in found:  # inlined: a long prompt has thousands of parts
             held.stamp = held.block.stamp = stamp
+            length_bytes = len(held.payload)
+            size_bytes += length_bytes
             if held.locks == 0:
-                self.bytes_locked += len(held.payload)
+                self.bytes_locked += length_bytes
             held.locks += 1
         self._generation += 1
         lease_id = LeaseId(self._random_bytes(16))
         info = LeaseInfo(lease_id, found, self._generation, now + lease_ms / 1000, owner)
-        self._leases[lease_id] = Lease(info, set(found))
+        self._leases[lease_id] = Lease(info, set(found), size_bytes)
         if owner:
             self._owners[owner] += 1
         heapq.heappush(self._expiries, (info.expires_at, lease_id))
@@ -116,6 +125,44 @@ class LeaseTable:
             self._expiries = [(kept.info.expires_at, kept_id) for kept_id, kept in self._leases.items()]
             heapq.heapify(self._expiries)
         return True
+
+    def beyond_share(self, share_bytes: int, *, spared: str, fingerprint: bytes | None = None) -> list[LeaseId]:
+        """Leases that may be ended for somebody who needs room, in that order: of whoever has leased most first, his oldest
+        first, until what he keeps is within his share.
+
+        Args:
+            spared: the node that needs the room; empty for this node itself. Its leases stay, as do this node's own ones.
+            fingerprint: only leases in this namespace, or in all.
+        """
+        by_owner: dict[str, list[tuple[LeaseId, int]]] = {}
+        for lease_id, lease in self._leases.items():
+            owner = lease.info.owner
+            if owner and owner != spared and fingerprint in (None, lease.info.fingerprint):
+                by_owner.setdefault(owner, []).append((lease_id, lease.size_bytes))
+        chosen: list[LeaseId] = []
+        totals = {owner: sum(size for _, size in leases) for owner, leases in by_owner.items()}
+        for owner in sorted(totals, key=totals.__getitem__, reverse=True):
+            for lease_id, size_bytes in by_owner[owner]:
+                if totals[owner] <= share_bytes:
+                    break
+                totals[owner] -= size_bytes
+                chosen.append(lease_id)
+        return chosen
+
+    def yield_lease(self, lease_id: LeaseId) -> None:
+        """End a lease although its owner wants it; :meth:`take_yielded` tells of it."""
+        self.release(lease_id)
+        self._yielded.add(lease_id)
+
+    @property
+    def any_yielded(self) -> bool:
+        return bool(self._yielded)
+
+    def take_yielded(self) -> frozenset[LeaseId]:
+        """Leases that have yielded since the last call."""
+        yielded = frozenset(self._yielded)
+        self._yielded.clear()
+        return yielded
 
     def expire(self, now: float) -> int:
         """End every lease whose time has come; returns how many."""

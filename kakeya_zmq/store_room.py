@@ -1,7 +1,8 @@
 """The room of a store: what is used and reserved of its budget, and making room by evicting.
 
 ``bytes_used + bytes_reserved <= max_bytes``, always. What is held fast (:mod:`kakeya_zmq.store_leases`) is not evicted, and
-reserved room is given to nobody else; what goes first is the tree's business (:mod:`kakeya_zmq.store_index`).
+reserved room is given to nobody else; what goes first is the tree's business (:mod:`kakeya_zmq.store_index`). Where that
+leaves too little for one node, leases of others yield as far as they are beyond their share; its own ones do not.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Callable, Sequence
 from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart, Namespace
 from kakeya_zmq.store_leases import LeaseTable
 from kakeya_zmq.store_log import EventLog
-from kakeya_zmq.store_values import Change, ReservationId
+from kakeya_zmq.store_values import LEASED_SHARE, Change, ReservationId
 from wire.errors import CapacityError, InvalidInput
+from wire.ids import LeaseId
 
 
 class StoreRoom:
@@ -51,8 +53,8 @@ class StoreRoom:
 
     # --- reservations and size -----------------------------------------------------------------------------------
 
-    def reserve(self, reservation_id: ReservationId, reserved_bytes: int, now: float) -> None:
-        """Set room aside, evicting what may go.
+    def reserve(self, reservation_id: ReservationId, reserved_bytes: int, now: float, *, node: str) -> None:
+        """Set room aside for a node, evicting what may go.
 
         Raises:
             CapacityError: leases, pins and other reservations leave less than that.
@@ -60,7 +62,7 @@ class StoreRoom:
         """
         if reservation_id in self._reservations or reserved_bytes <= 0:
             raise InvalidInput("a reservation needs a new id and a positive size")
-        self.make_room(reserved_bytes, now, beneficiary=None)
+        self.make_room(reserved_bytes, now, beneficiary=None, node=node)
         self._reservations[reservation_id] = reserved_bytes
         self.bytes_reserved += reserved_bytes
 
@@ -86,6 +88,7 @@ class StoreRoom:
         if max_bytes <= 0:
             raise InvalidInput(f"the store needs a positive size, not {max_bytes}")
         self._leases.expire(now)
+        self._let_yield(max_bytes - self.bytes_reserved, max_bytes // LEASED_SHARE, node="")
         reached = max(max_bytes, self.bytes_reserved + self._leases.bytes_locked)
         if reached < self.max_bytes:
             excess = self.bytes_used + self.bytes_reserved - reached
@@ -95,8 +98,22 @@ class StoreRoom:
 
     # --- making room ---------------------------------------------------------------------------------------------
 
-    def make_quota_room(self, namespace: Namespace, length_bytes: int, now: float) -> None:
-        """Evict until a namespace with a quota can take so many bytes.
+    def let_yield(self, needed_bytes: int, now: float, *, node: str) -> None:
+        """End leases of others beyond their share as far as a node needs that for so many bytes; evicts nothing."""
+        self._leases.expire(now)
+        self._let_yield(self.max_bytes - self.bytes_reserved - needed_bytes, self.max_bytes // LEASED_SHARE, node=node)
+
+    def _let_yield(self, locked_bytes_max: int, share_bytes: int, *, node: str) -> None:
+        """End leases beyond their share until no more than so much is held fast, or none is left."""
+        if self._leases.bytes_locked <= locked_bytes_max:
+            return
+        for lease_id in self._leases.beyond_share(share_bytes, spared=node):
+            self._leases.yield_lease(lease_id)
+            if self._leases.bytes_locked <= locked_bytes_max:
+                return
+
+    def make_quota_room(self, namespace: Namespace, length_bytes: int, now: float, *, node: str) -> None:
+        """Evict until a namespace with a quota can take so many bytes of a node.
 
         Raises:
             CapacityError: what of it is held fast leaves less than that.
@@ -107,14 +124,21 @@ class StoreRoom:
         if length_bytes > quota:  # nothing is evicted in vain
             raise CapacityError(f"the namespace's quota leaves {quota} bytes")
         self._leases.expire(now)
+        beyond_share: list[LeaseId] | None = None
         while namespace.bytes_used + length_bytes > quota:
-            victims = self._tree.victim((namespace,))
-            if not victims:
+            if victims := self._tree.victim((namespace,)):
+                self.evict(victims)
+                continue
+            if beyond_share is None:
+                share_bytes = quota // LEASED_SHARE
+                beyond_share = self._leases.beyond_share(share_bytes, spared=node, fingerprint=namespace.fingerprint)
+                beyond_share.reverse()
+            if not beyond_share:
                 raise CapacityError(f"the namespace's quota of {quota} bytes is used up by what can't be evicted")
-            self.evict(victims)
+            self._leases.yield_lease(beyond_share.pop())
 
-    def make_room(self, needed_bytes: int, now: float, *, beneficiary: HeldBlock | None) -> None:
-        """Evict until so many bytes are free; the beneficiary's own prefix is spared.
+    def make_room(self, needed_bytes: int, now: float, *, beneficiary: HeldBlock | None, node: str) -> None:
+        """Evict until so many bytes are free for a node; the beneficiary's own prefix is spared.
 
         Raises:
             CapacityError: what is held fast or reserved leaves less than that.
@@ -123,6 +147,7 @@ class StoreRoom:
         if missing <= 0:
             return
         self._leases.expire(now)
+        self._let_yield(self.bytes_used - missing, self.max_bytes // LEASED_SHARE, node=node)
         if missing > self.bytes_used - self._leases.bytes_locked:
             raise CapacityError(
                 f"no room for {needed_bytes} bytes: of {self.max_bytes} bytes {self._leases.bytes_locked} are held fast "

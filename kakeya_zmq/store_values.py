@@ -15,6 +15,9 @@ LEASES_MAX: Final = 4096
 """Leases at one time; a lookup beyond them is told that nothing is held."""
 LEASES_PER_OWNER_MAX: Final = 512
 """Of these, leases of one other node: none can take them all."""
+LEASED_SHARE: Final = 4
+"""A quarter of the store (or of a namespace's quota) is held fast by the leases of one other node, also when somebody else
+needs the room."""
 NAMESPACES_MAX: Final = 256
 """Fingerprints at one time: eviction compares the oldest part of each."""
 NAMESPACES_PER_PUBLISHER_MAX: Final = 32

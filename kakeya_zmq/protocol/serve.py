@@ -13,7 +13,7 @@ Rules
   parts hang on. What other namespaces hold under the same hashes changes nothing of an answer.
 * A lease serves the node that it was given to, as long as its namespace exists for that node; for others it is unknown.
 * A fetch keeps the asker's lease alive while it runs, also when the asker releases it in the middle: what lanes send is held
-  in the store, and counts there.
+  in the store, and counts there. When the lease yields to somebody who needs the room, the fetch ends.
 * Bounds of one peer, and whose a lease is, go by the identity that it has proven, not by the name that it gives itself.
 * An asker has as much time for a fetch as a very slow link takes. Its updates do not give it more: they cost it nothing.
 
@@ -156,6 +156,8 @@ class CacheService:
     def deadline(self) -> float | None:
         """When to send a Tick, seconds on the clock of ``now``."""
         times = [time for time in (self._store.next_expiry(),) if time is not None]
+        if self._store.any_yielded:  # while another machine had the word
+            times.append(0.0)
         for _, transfer in self._transfers.under_way():
             times.append(transfer.idle_at)
             if isinstance(transfer, Outgoing) and transfer.lease_id is not None:
@@ -355,23 +357,28 @@ class CacheService:
     # --- time and clean-up -----------------------------------------------------------------------------------------
 
     def _pass_time(self, now: float) -> list[Effect]:
-        """Renew the leases of running fetches, end what is idle, then let leases expire."""
+        """Renew the leases of running fetches, end what is idle or has lost its lease, then let leases expire."""
         effects: list[Effect] = []
+        yielded = self._store.take_yielded()
         for lane, transfer in list(self._transfers.under_way()):
             if now >= transfer.idle_at:
-                self._transfers.end(lane)
-                message = "nothing happened on the transfer for too long"
                 if isinstance(transfer, Incoming):
                     self._promises.broken(transfer, now)
-                effects += [
-                    Count("cache_idle_transfers"),
-                    CloseLane(lane, False, message),
-                    SendFailure(transfer.key, FailureCode.DEADLINE_EXCEEDED, message),
-                ]
+                message = "nothing happened on the transfer for too long"
+                effects.append(Count("cache_idle_transfers"))
+                effects += self._break_off(lane, transfer, FailureCode.DEADLINE_EXCEEDED, message)
+            elif isinstance(transfer, Outgoing) and transfer.lease_id in yielded:
+                message = "the room was needed for something else"
+                effects.append(Count("cache_broken_transfers"))
+                effects += self._break_off(lane, transfer, FailureCode.NOT_FOUND, message)
             elif isinstance(transfer, Outgoing) and transfer.lease_id is not None and now >= transfer.renew_at:
                 self._renew(transfer, now)
         self._store.expire(now)
         return effects
+
+    def _break_off(self, lane: LaneId, transfer: Transfer, code: FailureCode, message: str) -> list[Effect]:
+        self._transfers.end(lane)
+        return [CloseLane(lane, False, message), SendFailure(transfer.key, code, message)]
 
     def _renew(self, transfer: Outgoing, now: float) -> None:
         assert transfer.lease_id is not None

@@ -129,8 +129,8 @@ class Publishing:
         now: float,
     ) -> list[Effect]:
         lane = self._new_lane()
-        held_lease_id = self._hold(held, body.fingerprint, now)
-        wanted = fitting_prefix(lacking, self._room_bytes(event, body))
+        held_lease_id = self._hold(held, body.fingerprint, event.account, now)
+        wanted = fitting_prefix(lacking, self._room_bytes(event, body, lacking, now))
         refused = len(lacking) - len(wanted)
         counts: list[Effect] = [Count("cache_refused_parts", refused)] if refused else []
         reason = "the store has no room for all of them" if refused else ""
@@ -159,18 +159,20 @@ class Publishing:
         chunk_bytes = min(body.chunk_bytes_max, limits.CHUNK_BYTES_DEFAULT)
         return [*counts, BindReceiver(lane, suite, chunk_bytes, expected, body.link_codec)]
 
-    def _room_bytes(self, event: RequestArrived, body: PublishOffer) -> int:
+    def _room_bytes(self, event: RequestArrived, body: PublishOffer, lacking: Sequence[PartMeta], now: float) -> int:
         """What the store could make for an offer, less what the offers of others count on."""
         promised = self._promises.counted(self._transfers.offers(), event.account)
+        needed_bytes = sum(promised.values()) + sum(meta.length_bytes for meta in lacking)
+        self._store.let_yield(needed_bytes, now, node=event.account)
         return self._store.room_bytes(body.fingerprint, publisher=event.account, promised=promised)
 
-    def _hold(self, refs: Sequence[PartRef], fingerprint: bytes, now: float) -> LeaseId | None:
-        """Keep already held parts of an offer in the store until its request ends."""
+    def _hold(self, refs: Sequence[PartRef], fingerprint: bytes, account: str, now: float) -> LeaseId | None:
+        """Keep already held parts of an offer in the store until its request ends; they count among the asker's leases."""
         if not refs:
             return None
         try:
             longest_ms = 86_400_000  # the protocol's longest deadline; released with the request
-            return self._store.lease(refs, now, longest_ms, fingerprint=fingerprint).lease_id
+            return self._store.lease(refs, now, longest_ms, fingerprint=fingerprint, owner=account).lease_id
         except CapacityError:  # too many leases: the publish goes on, its prefix may be evicted
             return None
 

@@ -63,7 +63,7 @@ class JobStore:
         """
         lacking_bytes = parts_bytes(self._facts, job.chain, (ref for ref in job.needed if not self._has(ref)))
         if lacking_bytes > 0:
-            self._store.reserve(job.reservation_id, lacking_bytes, now)
+            self._store.reserve(job.reservation_id, lacking_bytes, now, node=job.account)
 
     def release(self, job: Job) -> None:
         """Give back what is left of the room that was reserved."""

@@ -17,7 +17,7 @@ from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNPROVEN
 from kakeya_zmq.protocol.identities import OTHER_KEY, TOO_MANY_NEW
 from kakeya_zmq.protocol.session_bounds import SESSIONS_PER_KEY_MAX
 from tests.attacks.kit import GET_STATUS, MEMORY_MAX, Honest, RawClient, Siege, repeat
-from tests.attacks.test_bulk import PUBLISH
+from tests.attacks.test_bulk import CHUNK, CREDIT, FETCH, PARTS, PUBLISH, Material, bulk_socket, pull_all, put
 from tests.attacks.test_cards import card_of, known_to, tell
 from tests.attacks.test_revoked import EXCHANGE
 from tests.attacks.test_tenants import compatibility
@@ -185,3 +185,63 @@ def test_a_member_whose_offers_never_come_keeps_a_quarter_of_the_store_from_othe
             liar.send(*promises.seal([CANCEL, number]))
         honest.send(*session.seal([CANCEL, 1]))
         wait_until(lambda: siege.status().sections["node"]["open_lane_threads"] == 0, "the lanes are closed")
+
+
+LEASED_PROMPTS = 3
+"""What the small store has room for, in materials of PARTS parts of 1 MiB."""
+
+
+@pytest.fixture(scope="module")
+def small_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    home = tmp_path_factory.mktemp("leases")
+    with kept_fleet(request, home / "no-model", home) as fleet:
+        node = fleet.add("cache", "--cache-gb", f"{LEASED_PROMPTS * PARTS / 1024}", name="small")
+        node.launch()
+        node.wait_ready()
+        yield fleet
+
+
+@pytest.fixture
+def small(small_fleet: Fleet) -> Siege:
+    return Siege(small_fleet, "small")
+
+
+def leased(client: RawClient, session: wire.Session, what: Material, number: int) -> bytes:
+    """A new lease on all that is held of it."""
+    reply = client.ask(session, what.lookup(), number=number)
+    assert reply[0] == 4, reply
+    return bytes(reply[2][4])
+
+
+def test_a_member_that_leases_a_whole_store_again_and_again_keeps_nobody_from_publishing(small: Siege) -> None:
+    """It holds everything by leases, each many times, and by a fetch that it takes nothing of; others publish and fetch."""
+    full = [Material.new() for _ in range(LEASED_PROMPTS)]
+    for each in full:
+        put(small, each)
+    who = Identity.new("honest")
+    with small.client() as greedy:
+        session = greedy.join(Identity.new("leases"))
+        numbers = itertools.count(1)
+        for _ in range(20):
+            lease_ids = [leased(greedy, session, each, next(numbers)) for each in full]
+        figures = small.status().sections["cache"]
+        assert figures["bytes_locked"] == figures["max_bytes"], "the attack took place"
+        wanted = [[hash_, 0] for hash_ in full[0].hashes]
+        body = [FETCH, lease_ids[0], wanted, [1], CHUNK, CREDIT]
+        grant = greedy.ask(session, body, number=next(numbers), deadline_ms=60_000)[2]
+        with bulk_socket(zmq.PULL, grant[2], grant[3], receive_max=1):
+            for _ in range(3 * LEASED_PROMPTS):
+                new = Material.new()
+                put(small, new)
+                for each in full:
+                    leased(greedy, session, each, next(numbers))
+                with small.client() as honest:
+                    asker = honest.join(who)
+                    lease_id = leased(honest, asker, new, 1)
+                    parts = [[hash_, 0] for hash_ in new.hashes]
+                    answer = honest.ask(asker, [FETCH, lease_id, parts, [1], CHUNK, CREDIT], number=2, deadline_ms=60_000)
+                    assert pull_all(answer[2]) == b"".join(new.payloads)
+                    honest.send(*asker.seal([2, 2, [300, True]]))
+                    assert honest.answer_to(asker, 2, timeout_s=30)[0] == 4
+    figures = small.status().sections["cache"]
+    assert int(figures["bytes_used"] or 0) <= int(figures["max_bytes"] or 0)

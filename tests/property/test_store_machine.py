@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kakeya_zmq.blocks import ROOT_HASH, Part
-from kakeya_zmq.store import BlockStore, LeaseError, PutOutcome
+from kakeya_zmq.store import LEASED_SHARE, BlockStore, LeaseError, PutOutcome
 from kakeya_zmq.store_index import BlockTree, HeldBlock
 from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
 from wire import limits
@@ -35,6 +35,8 @@ NAMESPACES = (FINGERPRINT, b"o" * 32)
 Held = tuple[bytes, PartRef]
 """A part in a namespace."""
 namespaces = st.sampled_from(NAMESPACES)
+nodes = st.sampled_from(["", "a", "b"])
+"""This one, and two others."""
 some_parts = st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=5)
 
 
@@ -44,6 +46,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.store = BlockStore(200, random_bytes=CountingBytes())
         self.leases: dict[LeaseId, tuple[float, bytes, set[PartRef]]] = {}
+        self.owners: dict[LeaseId, tuple[str, int]] = {}
+        """Whose each open lease is, and its size when it was given."""
         self.pins: set[Held] = set()
         self.reservations: dict[bytes, int] = {}
         self.names = 0
@@ -62,34 +66,50 @@ class StoreMachine(RuleBasedStateMachine):
     def locked(self) -> set[Held]:
         return self.pins | self.leased(live=True)
 
-    @rule(index=st.integers(0, len(PARTS) - 1), namespace=namespaces, use_reservation=st.booleans())
-    def put(self, index: int, namespace: bytes, use_reservation: bool) -> None:
+    def forget(self, lease_id: LeaseId) -> None:
+        del self.leases[lease_id], self.owners[lease_id]
+
+    def learn_what_yielded(self, node: str, max_bytes: int) -> None:
+        """Only leases of others than who needed room, and of those, the oldest ones beyond their share."""
+        yielded = self.store.take_yielded()
+        for lease_id in [each for each in self.owners if each in yielded]:
+            owner = self.owners[lease_id][0]
+            assert owner not in ("", node)
+            total = sum(size for other, size in self.owners.values() if other == owner)
+            assert total > max_bytes // LEASED_SHARE
+            self.forget(lease_id)
+
+    @rule(index=st.integers(0, len(PARTS) - 1), namespace=namespaces, use_reservation=st.booleans(), node=nodes)
+    def put(self, index: int, namespace: bytes, use_reservation: bool, node: str) -> None:
         part, before = PARTS[index], self.store.stats()
         was_held = self.has(namespace, part.meta.ref)
         name = next(iter(self.reservations), None) if use_reservation else None
         try:
-            outcome = self.store.put(part, fingerprint=namespace, now=self.now, reservation_id=name)
+            outcome = self.store.put(part, fingerprint=namespace, now=self.now, reservation_id=name, publisher=node)
         except CapacityError:
             assert not self.has(namespace, part.meta.ref)
             assert self.store.stats().put_failures == before.put_failures + 1
             return
+        finally:
+            self.learn_what_yielded(node, before.max_bytes)
         assert outcome is (PutOutcome.ALREADY_HELD if was_held else PutOutcome.STORED)
         assert self.store.get(part.meta.ref, fingerprint=namespace) == part
         if outcome is PutOutcome.STORED and name is not None:
             self.reservations[name] -= min(self.reservations[name], part.meta.length_bytes)
 
-    @rule(indices=some_parts, namespace=namespaces, lease_ms=st.integers(0, 5000))
-    def lease(self, indices: list[int], namespace: bytes, lease_ms: int) -> None:
+    @rule(indices=some_parts, namespace=namespaces, lease_ms=st.integers(0, 5000), owner=nodes)
+    def lease(self, indices: list[int], namespace: bytes, lease_ms: int, owner: str) -> None:
         refs = [PARTS[index].meta.ref for index in indices]
         held = {ref for ref in refs if self.has(namespace, ref)}
         try:
-            info = self.store.lease(refs, self.now, lease_ms, fingerprint=namespace)
+            info = self.store.lease(refs, self.now, lease_ms, fingerprint=namespace, owner=owner)
         except LeaseError:
             assert not held
             return
         assert set(info.refs) == held
         assert info.fingerprint == namespace
         self.leases[info.lease_id] = (info.expires_at, namespace, held)
+        self.owners[info.lease_id] = (owner, self.size_of({(namespace, ref) for ref in held}))
 
     @rule(data=st.data(), lease_ms=st.integers(0, 5000))
     def renew_or_read(self, data: st.DataObject, lease_ms: int) -> None:
@@ -112,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject) -> None:
         if self.leases:
             lease_id = data.draw(st.sampled_from(list(self.leases)))
-            del self.leases[lease_id]
+            self.forget(lease_id)
             self.store.release(lease_id)
             assert not self.store.release(lease_id)
 
@@ -125,17 +145,19 @@ class StoreMachine(RuleBasedStateMachine):
         elif self.store.pin(ref, fingerprint=namespace):
             self.pins.add((namespace, ref))
 
-    @rule(size=st.integers(1, 120))
-    def reserve(self, size: int) -> None:
+    @rule(size=st.integers(1, 120), node=nodes)
+    def reserve(self, size: int, node: str) -> None:
         self.names += 1
         name = bytes([self.names % 256, self.names // 256])
         room = self.store.room_bytes(FINGERPRINT)
         self.store.expire(self.now)
         try:
-            self.store.reserve(name, size, self.now)
+            self.store.reserve(name, size, self.now, node=node)
         except CapacityError:
             assert room < size
             return
+        finally:
+            self.learn_what_yielded(node, self.store.max_bytes)
         self.reservations[name] = size
 
     @rule()
@@ -147,6 +169,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(size=st.integers(20, 300))
     def resize(self, size: int) -> None:
         reached = self.store.resize(size, self.now)
+        self.learn_what_yielded("", size)
         assert reached == (self.store.max_bytes == size)
         if not reached:
             stats = self.store.stats()

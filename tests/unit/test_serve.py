@@ -472,6 +472,58 @@ def test_what_lanes_send_stays_in_the_store_also_when_its_lease_is_given_back() 
     assert peer.store.stats().leases == 0
 
 
+def leased_by_greedy(peer: Peer) -> tuple[list[Part], list[bytes]]:
+    """Fill the store, and let a member lease all of it."""
+    parts = make_parts(make_chain(16 * peer.store.max_bytes // 10))
+    peer.hold(parts)
+    hashes = [part.meta.block_hash for part in parts]
+    lookup = Lookup(fingerprint=FINGERPRINT, requirement=FULL, block_hashes=pack_hashes(hashes), lease_ms=1000)
+    reply = only(peer.ask(lookup, node="greedy")[1], SendReply).body
+    assert isinstance(reply, LookupReply)
+    assert peer.store.stats().bytes_locked == peer.store.max_bytes
+    return parts, [reply.lease_id]
+
+
+def test_a_member_that_leases_everything_keeps_nobody_from_publishing() -> None:
+    peer = Peer(100)
+    _, (lease_id,) = leased_by_greedy(peer)
+    new = make_parts(make_chain(32, seed=1))
+    _, lane = peer.start_publish(new)
+    effects = peer.on(PartsReceived(lane, tuple(new)))
+    assert only(effects, SendReply).body == PublishResult(stored_parts=2, already_held_parts=0, refused_parts=0, reason="")
+    assert failure_code(peer.ask(fetch(LeaseId(lease_id), new), node="greedy")[1]) is FailureCode.NOT_FOUND
+
+
+def test_a_fetch_whose_lease_has_to_yield_ends() -> None:
+    peer = Peer(100)
+    parts, (lease_id,) = leased_by_greedy(peer)
+    slow, effects = peer.ask(fetch(LeaseId(lease_id), parts), node="greedy")
+    slow_lane = only(effects, BindSender).lane
+    peer.on(LaneOpened(slow_lane, GRANT))
+    modest, modest_lane = peer.start_fetch(parts[:2], node="modest")
+    peer.on(LaneOpened(modest_lane, GRANT))
+    peer.ask(offer(make_parts(make_chain(16, seed=1))))
+    assert peer.service.deadline() == 0.0, "at once"
+    effects = peer.on(Tick())
+    assert only(effects, CloseLane).lane == slow_lane
+    failure = only(effects, SendFailure)
+    assert (failure.key, failure.code) == (slow, FailureCode.NOT_FOUND)
+    peer.on(LaneFinished(slow_lane, False, "closed", 0))
+    assert peer.service.deadline() != 0.0
+    assert only(peer.on(UpdateArrived(modest, TransferDone(complete=True))), SendReply).key == modest
+
+
+def test_what_an_offer_holds_on_to_counts_among_its_nodes_leases() -> None:
+    peer = Peer(100)
+    parts = make_parts(make_chain(160))
+    peer.hold(parts[:9])
+    peer.ask(offer(parts), node="greedy")
+    assert peer.store.stats().bytes_locked == 90
+    new = make_parts(make_chain(48, seed=1))
+    peer.start_publish(new)
+    assert peer.store.stats().bytes_locked == 0
+
+
 def test_an_identity_has_one_share_whatever_it_calls_itself() -> None:
     peer = Peer(lanes_per_node_max=2)
     parts = make_parts(make_chain(16))

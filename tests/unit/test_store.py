@@ -318,6 +318,90 @@ def test_one_node_has_a_share_of_the_leases() -> None:
     assert store._leases._owners == {}
 
 
+def full_of_leases(owner: str = "greedy") -> tuple[BlockStore, list[Part], LeaseId]:
+    """A store of 100 bytes, all of them leased to one node."""
+    store = make_store(100)
+    parts = make_parts(make_chain(160))
+    put_all(store, parts)
+    return store, parts, store.lease(refs_of(parts), 0.0, 1000, fingerprint=FINGERPRINT, owner=owner).lease_id
+
+
+def put_new(store: BlockStore, publisher: str, seed: int = 1) -> None:
+    (part,) = make_parts(make_chain(16, seed=seed))
+    store.put(part, fingerprint=FINGERPRINT, now=0.0, publisher=publisher)
+
+
+def test_leases_beyond_a_share_yield_to_others_who_need_the_room() -> None:
+    for publisher in ("other", ""):
+        store, _, lease_id = full_of_leases()
+        assert store.take_yielded() == frozenset()
+        put_new(store, publisher)
+        assert store.any_yielded
+        assert store.take_yielded() == {lease_id}
+        assert not store.any_yielded
+        assert store.stats().leases == store.stats().bytes_locked == 0
+        with pytest.raises(LeaseError):
+            store.lease_info(lease_id, 0.0)
+
+
+def test_leases_do_not_yield_to_their_own_node_and_those_of_this_node_to_nobody() -> None:
+    for owner, publisher in (("greedy", "greedy"), ("", "other")):
+        store, parts, _ = full_of_leases(owner)
+        with pytest.raises(CapacityError):
+            put_new(store, publisher)
+        assert all(held_of(store, parts))
+
+
+def test_leases_within_a_share_and_of_what_is_not_needed_stay() -> None:
+    store, parts, greedy_id = full_of_leases()
+    modest_id = store.lease(refs_of(parts[:2]), 0.0, 1000, fingerprint=FINGERPRINT, owner="modest").lease_id
+    newer_id = store.lease(refs_of(parts[2:5]), 0.0, 1000, fingerprint=FINGERPRINT, owner="greedy").lease_id
+    put_new(store, "other")
+    assert store.take_yielded() == {greedy_id}, "the oldest one was enough"
+    for seed in range(2, 20):
+        put_new(store, "other", seed)
+    assert store.take_yielded() == frozenset(), "what nobody leases goes first"
+    assert held_of(store, parts[:5]) == [True] * 5
+    store.reserve(b"r", 80, 0.0, node="other")
+    assert store.take_yielded() == {newer_id}
+    with pytest.raises(CapacityError):
+        store.reserve(b"s", 1, 0.0)
+    assert store.lease_info(modest_id, 0.0).owner == "modest"
+
+
+def test_room_can_be_had_for_an_offer_before_anything_is_evicted() -> None:
+    store, parts, lease_id = full_of_leases()
+    store.let_yield(100, 0.0, node="greedy")
+    assert store.room_bytes(FINGERPRINT) == 0
+    store.let_yield(10, 0.0, node="other")
+    assert store.room_bytes(FINGERPRINT) == 100
+    assert store.take_yielded() == {lease_id}
+    assert all(held_of(store, parts))
+
+
+def test_a_smaller_size_ends_leases_beyond_a_share() -> None:
+    store, parts, _ = full_of_leases()
+    store.lease(refs_of(parts[:1]), 0.0, 1000, fingerprint=FINGERPRINT, owner="modest")
+    assert store.resize(40, 0.0)
+    assert (store.stats().bytes_used, store.stats().leases) == (40, 1)
+    assert store.has(parts[0].meta.ref, fingerprint=FINGERPRINT)
+
+
+def test_of_a_quota_a_node_holds_a_share_fast_too() -> None:
+    store = BlockStore(1000, random_bytes=CountingBytes(), quota_bytes={FINGERPRINT: 40}.get)
+    parts = make_parts(make_chain(64))
+    elsewhere = make_parts(make_chain(16, seed=9))
+    put_all(store, parts)
+    put_all(store, elsewhere, fingerprint=b"o" * 32)
+    there = store.lease(refs_of(elsewhere), 0.0, 1000, fingerprint=b"o" * 32, owner="greedy").lease_id
+    here = store.lease(refs_of(parts), 0.0, 1000, fingerprint=FINGERPRINT, owner="greedy").lease_id
+    with pytest.raises(CapacityError):
+        put_new(store, "greedy")
+    put_new(store, "other")
+    assert store.take_yielded() == {here}
+    assert store.lease_info(there, 0.0).owner == "greedy"
+
+
 # --- reservations, size, pins, quotas -------------------------------------------------------------------------------
 
 
