@@ -6,7 +6,7 @@ usage() {
     cat <<'TEXT'
 usage: bash deploy/test.sh [--all] [--help] [pytest options...]
 
-  --all    also the slow tests
+  --all    also the slow tests, and property tests with random examples
   --help   this text
 
 Examples:
@@ -17,6 +17,7 @@ TEXT
 
 # `--all` may stand anywhere: the other arguments are turned round once, without it.
 selection="not slow"
+examples=same
 remaining=$#
 while [ "$remaining" -gt 0 ]; do
     argument="$1"
@@ -27,7 +28,10 @@ while [ "$remaining" -gt 0 ]; do
             usage
             exit 0
             ;;
-        --all) selection="" ;;
+        --all)
+            selection=""
+            examples=random
+            ;;
         *) set -- "$@" "$argument" ;;
     esac
 done
@@ -58,4 +62,4 @@ say "mypy"
 .venv/bin/mypy
 say "pytest"
 # Two files at a time: most tests wait for processes. More would disturb those that wait with a deadline.
-exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "$selection" "$@" </dev/null
+exec .venv/bin/python -m pytest -n 2 --dist loadfile -m "$selection" --hypothesis-profile "$examples" "$@" </dev/null

@@ -17,9 +17,11 @@ from kakeya_zmq.model.blas import prepare_blas
 from tests.fleet_rig import KEPT_PROCESSES, Fleet, Reference, kept_fleet, model_folder
 
 prepare_blas(1)
-# How long an example takes says more about the machine than about the code.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
+# How long an example takes says more about the machine than about the code. A change is judged by the same examples as the
+# code before it; other ones are looked for with deploy/test.sh --all, or --hypothesis-profile random.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None)
+settings.load_profile("same")
 
 
 def pytest_configure(config: pytest.Config) -> None:
