@@ -10,7 +10,7 @@ import msgspec
 
 from daemons.console import Console
 from kakeya_zmq.client import Client
-from kakeya_zmq.io.bus import Subscriber
+from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.kvfs import NamespaceView, namespaces

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from daemons.own_addresses import network_of
 from daemons.peers import PeerTable
 from kakeya_zmq.config import Settings
-from kakeya_zmq.io.bus import Subscriber
+from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.control_client import ControlClient, Keys
 from kakeya_zmq.io.control_server import IncomingRequest
 from kakeya_zmq.io.reactor import Reactor

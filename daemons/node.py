@@ -32,8 +32,8 @@ from daemons.telemetry_feed import NodeTelemetry
 from kakeya_zmq import __version__
 from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts
-from kakeya_zmq.io.bus import Publisher as BusPublisher
-from kakeya_zmq.io.bus import Subscriber
+from kakeya_zmq.io.bus_publisher import Publisher as BusPublisher
+from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.descriptors import raise_descriptor_limit

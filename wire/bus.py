@@ -34,7 +34,7 @@ from nacl.exceptions import CryptoError
 from wire import limits
 from wire.errors import AuthenticationError, ForgedMessageError, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
-from wire.keys import KEY_BYTES, SIGNATURE_BYTES, NodeIdentity
+from wire.keys import KEY_BYTES, SIGNATURE_BYTES, FleetKey, NodeIdentity, Purpose, TelemetryKey
 from wire.text import is_node_id
 
 _MAGIC: Final = b"KB"
@@ -105,6 +105,13 @@ class BusMessage:
     sequence: int
     payload: bytes
     identity_public_key: bytes
+
+
+def group_keys(keys: FleetKey | TelemetryKey) -> dict[Group, bytes]:
+    """The group keys that a holder of ``keys`` has."""
+    if isinstance(keys, TelemetryKey):
+        return {Group.TELEMETRY: keys.seal_key}
+    return {Group.FLEET: keys.derive(Purpose.BUS_FLEET), Group.TELEMETRY: keys.telemetry_key().seal_key}
 
 
 def _message_key(group_key: bytes, header: bytes) -> bytes:

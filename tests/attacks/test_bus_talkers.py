@@ -11,7 +11,7 @@ from typing import Final
 import pytest
 import zmq
 
-from kakeya_zmq.io.bus import REFUSED_TALKER
+from kakeya_zmq.io.bus_publisher import REFUSED_TALKER
 from kakeya_zmq.io.connections import REFUSED_UNFINISHED
 from tests.attacks.kit import Siege
 from tests.vectors import independent as wire

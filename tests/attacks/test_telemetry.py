@@ -16,7 +16,7 @@ from dashboard.feed import BusFeed
 from dashboard.fleet_view import HERE
 from dashboard.hub import LiveFleet
 from dashboard.speakers import OTHER_SPEAKER, Speakers
-from kakeya_zmq.io.bus import FORGED
+from kakeya_zmq.io.bus_subscriber import FORGED
 from kakeya_zmq.io.sockets import Address, parse_address
 from tests.attacks.kit import Siege
 from tests.attacks.rogue_member import FAILURE, RogueMember

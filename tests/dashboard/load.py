@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import psutil
 
-from kakeya_zmq.io.bus import Publisher
+from kakeya_zmq.io.bus_publisher import Publisher
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address

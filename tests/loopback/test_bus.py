@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kakeya_zmq.io.bus import REFUSED_TALKER, REQUESTS_MAX, Publisher, Subscriber
+from kakeya_zmq.io.bus_publisher import REFUSED_TALKER, REQUESTS_MAX, Publisher
+from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.connections import REFUSED_UNFINISHED
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, bind, create_socket

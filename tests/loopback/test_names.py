@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kakeya_zmq.io.bus import Publisher, Subscriber
+from kakeya_zmq.io.bus_publisher import Publisher
+from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.control_client import LinkState
 from kakeya_zmq.io.names import LOOKUPS_MAX, SILENT, TOO_MANY, UNKNOWN, Dialling, Names, literal_of, look_up
 from kakeya_zmq.io.reactor import Reactor

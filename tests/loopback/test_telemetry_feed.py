@@ -16,7 +16,8 @@ import pytest
 import zmq
 
 from kakeya_zmq.client import Client
-from kakeya_zmq.io.bus import Publisher, Subscriber
+from kakeya_zmq.io.bus_publisher import Publisher
+from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.kvfs import namespaces
