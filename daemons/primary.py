@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict
@@ -11,10 +10,11 @@ from pathlib import Path
 from daemons.engine_host import make_runner
 from daemons.node import Node
 from daemons.node_keys import load_keys
+from daemons.primary_peers import PrimaryPeers
 from daemons.supervision import Supervisor
 from kakeya_zmq.blocks import Chain, Part
 from kakeya_zmq.codecs.probe import CodecProbe, value_bytes_of
-from kakeya_zmq.compat import TENANT_KEY_ID, block_hash, chain_hashes, tenant_key_id
+from kakeya_zmq.compat import block_hash, chain_hashes, tenant_key_id
 from kakeya_zmq.config import Settings
 from kakeya_zmq.decode_worker.engine import DecodeWorkerEngine
 from kakeya_zmq.engine import ModelFacts, TokenArray
@@ -30,21 +30,16 @@ from kakeya_zmq.protocol.inference import (
 )
 from kakeya_zmq.protocol.prepare import PromptPreparation
 from kakeya_zmq.protocol.prepare_values import (
-    PeerView,
     PreparationSettings,
     PreparationTask,
-    WorkerView,
 )
-from kakeya_zmq.protocol.publish import Publisher, PublishSettings, replica_candidates
-from kakeya_zmq.roster import NOT_ASKED
+from kakeya_zmq.protocol.publish import Publisher, PublishSettings
 from kakeya_zmq.telemetry import Value, explanation_line
 from wire.bulk import own_suites
-from wire.cards import Card
-from wire.ids import NodeId
 from wire.job_seal import JobKeys
 from wire.keys import load_or_create_tenant_key
 from wire.limits import GIB
-from wire.messages import CreateSession, Cut, PrefillPolicy, ValueBytes
+from wire.messages import Cut, PrefillPolicy, ValueBytes
 
 DRAIN_SECONDS = 10.0
 """How long the step that runs may take to end."""
@@ -74,8 +69,7 @@ class Primary:
         self._facts: ModelFacts | None = None
         self._fingerprint = b""
         """The model's, once it is loaded."""
-        self._passed_over: set[str] = set()
-        """Nodes that offer KV or work and are not asked, since the roster does not list them with this tenant."""
+        self._peers: PrimaryPeers | None = None
         self._inference: InferenceService | None = None
         self._publisher: Publisher | None = None
         self._ready: Callable[[dict[str, object]], None] = lambda facts: None
@@ -139,11 +133,14 @@ class Primary:
         self._rates.local.assume(tokens_per_second)
         compatibility = facts.compatibility
         self._rates.codec_rates = CodecProbe(compatibility.kv_dtype, compatibility.cache_format_version)
-        self._rates.same_host = self._same_host
-        node.membership.gone += [self._rates.forget, self._passed_over.discard]
-        node.membership.routed.append(self._rates.use_route)
-        node.telemetry.link_megabytes_per_second = self._measured_megabytes_per_second
         self._publisher = Publisher(self._publish_settings(), node.ids, node.counters.set, self._rates)
+        took_at = self._publisher.took_at
+        peers = PrimaryPeers(node, self._settings, facts, self._tenant_key_id, rates=self._rates, took_at=took_at)
+        self._peers = peers
+        self._rates.same_host = peers.same_host
+        node.membership.gone += [self._rates.forget, peers.forget]
+        node.membership.routed.append(self._rates.use_route)
+        node.telemetry.link_megabytes_per_second = peers.measured_megabytes_per_second
         self._inference = InferenceService(
             facts=facts,
             store=node.store,
@@ -189,8 +186,9 @@ class Primary:
 
     def _publish(self, parts: tuple[Part, ...], cuts: tuple[Cut, ...]) -> None:
         assert self._publisher is not None
-        assert self._facts is not None
-        effects = self._publisher.publish(parts, self._fingerprint, self._publish_targets(), self._reactor.clock(), cuts)
+        assert self._peers is not None
+        now = self._reactor.clock()
+        effects = self._publisher.publish(parts, self._fingerprint, self._peers.publish_targets(now), now, cuts)
         self.node.dispatcher.apply(self._publisher, effects)
 
     def _section(self) -> tuple[str, dict[str, Value]]:
@@ -225,12 +223,13 @@ class Primary:
 
     def _make_preparation(self, request: PreparationRequest, now: float) -> PromptPreparation:
         assert self._facts is not None
-        options = request.options
-        facts = self._facts
+        assert self._peers is not None
+        options, facts, peers = request.options, self._facts, self._peers
         fingerprint = self._fingerprint
-        cards = self._live_cards(options, now)
-        workers, hints = self._workers(cards)
-        workers += self._workers_without_card({card.node_id for card in cards} | set(options.exclude_nodes))
+        excluded = set(options.exclude_nodes)
+        cards = peers.live_cards(excluded, now)
+        workers, hints = peers.workers(cards)
+        workers += peers.workers_without_card({card.node_id for card in cards} | excluded)
         policy = options.policy if options.policy is not None else POLICIES[self._settings.prefill_policy]
         tokens = request.tokens
 
@@ -246,11 +245,11 @@ class Primary:
             fingerprint=fingerprint,
             policy=policy,
             publish=options.publish,
-            caches=self._caches(cards, set(options.exclude_nodes), now),
+            caches=peers.caches(cards, excluded, now),
             workers=workers,
             settings=self._preparation_settings(),
             hints=hints,
-            no_worker="" if workers else self._no_worker(set(options.exclude_nodes), now),
+            no_worker="" if workers else peers.no_worker(excluded, now),
             is_connected=lambda node_id: self.node.find_asked(node_id) is not None,
             may_keep=self._may_keep(),
             job_keys=self._job_keys,
@@ -309,166 +308,3 @@ class Primary:
         assert self._facts is not None
         compatibility = self._facts.compatibility
         return value_bytes_of(compatibility.kv_dtype, compatibility.cache_format_version)
-
-    def _live_cards(self, options: CreateSession, now: float) -> list[Card]:
-        excluded = set(options.exclude_nodes)
-        return [
-            card
-            for card in self.node.directory.peers(now)
-            if card.node_id not in excluded and self._usable(card.node_id, offers=self._offers(card))
-        ]
-
-    def _usable(self, node_id: str, *, offers: bool) -> bool:
-        """Whether a node is connected and may be asked. One that offers what this primary needs and may not is told of."""
-        if self.node.peers.find(node_id) is None:
-            return False
-        if self.node.security.entitlement.access.may_be_asked(node_id):
-            self._passed_over.discard(node_id)
-            return True
-        if offers and node_id not in self._passed_over:
-            self._passed_over.add(node_id)
-            self.node.security.count_refusal(NOT_ASKED, subject=node_id)
-            self.node.note("warning", f"{node_id}: {NOT_ASKED}")
-        return False
-
-    def _offers(self, card: Card) -> bool:
-        """Whether a card offers work or KV of this primary's own namespace."""
-        works = card.worker is not None and card.worker.fingerprint == self._fingerprint
-        return works or (card.cache is not None and any(held.fingerprint == self._fingerprint for held in card.cache.held))
-
-    def _static(self, role: str) -> list[str]:
-        """Nodes that the settings name for a role and that may be asked."""
-        return [name for name in self.node.peers.in_role(role) if self._usable(name, offers=True)]
-
-    def _round_trip_ms(self, node_id: str) -> float:
-        client = self.node.peers.find(node_id)
-        return (client.round_trip_ms or 0.0) if client is not None else 0.0
-
-    def _identity_of(self, node_id: str) -> bytes:
-        """The key that a connected node has proven in its session."""
-        client = self.node.peers.find(node_id)
-        assert client is not None, "only connected nodes are looked at"
-        assert client.peer is not None, "and their sessions are up"
-        return client.peer.identity_public_key
-
-    def _link_megabytes_per_second(self, node_id: str) -> float:
-        """What was measured of the link from a node, else what the settings assume."""
-        return self._rates.link_megabytes_per_second(NodeId(node_id)) or self._settings.cache_link_mbps / 8
-
-    def _measured_megabytes_per_second(self, node_id: str) -> float:
-        return self._rates.link_megabytes_per_second(NodeId(node_id)) or 0.0
-
-    def _same_host(self, node_id: NodeId) -> bool:
-        client = self.node.peers.find(node_id)
-        return client is not None and _is_loopback(client.host)
-
-    def _caches(self, cards: list[Card], excluded: set[str], now: float) -> tuple[PeerView, ...]:
-        """Nodes that hold something, as their cards tell or they said themselves since, and those of --cache-peer, whatever
-        their cards tell."""
-        names = [
-            card.node_id
-            for card in cards
-            if card.cache is not None and (card.cache.entry_count > 0 or self._took_since_card(NodeId(card.node_id), now))
-        ]
-        names += [name for name in self._static("cache") if name not in excluded and name not in names]
-        return tuple(
-            PeerView(
-                node_id=NodeId(name),
-                round_trip_ms=self._round_trip_ms(name),
-                megabytes_per_second=self._link_megabytes_per_second(name),
-            )
-            for name in names
-        )
-
-    def _took_since_card(self, node_id: NodeId, now: float) -> bool:
-        """Whether a node has taken parts of ours since its card, which says it holds none, was made."""
-        assert self._publisher is not None
-        took_at, age_ms = self._publisher.took_at(node_id), self.node.directory.age_ms(node_id, now)
-        return took_at is not None and age_ms is not None and took_at > now - age_ms / 1000.0
-
-    def _workers_without_card(self, known: set[str]) -> tuple[WorkerView, ...]:
-        """Nodes of --worker whose card has not come: they are asked, and refuse a job they cannot do."""
-        return tuple(
-            WorkerView(
-                node_id=NodeId(name),
-                identity_public_key=self._identity_of(name),
-                prefill_tokens_per_second=self._settings.worker_prefill_tps,
-                queued_tokens=0,
-                round_trip_ms=self._round_trip_ms(name),
-                megabytes_per_second=self._link_megabytes_per_second(name),
-                free_memory_bytes=0,
-            )
-            for name in self._static("worker")
-            if name not in known
-        )
-
-    def _workers(self, cards: list[Card]) -> tuple[tuple[WorkerView, ...], tuple[str, ...]]:
-        """The workers that can be used, and why others cannot."""
-        views: list[WorkerView] = []
-        hints: list[str] = []
-        for card in cards:
-            worker = card.worker
-            if worker is None:
-                continue
-            mismatch = self._mismatch(card)
-            if mismatch:
-                hints.append(mismatch)
-            if not worker.accepts_jobs:
-                continue
-            if mismatch:
-                self.node.note("warning", mismatch)
-                continue
-            views.append(
-                WorkerView(
-                    node_id=NodeId(card.node_id),
-                    identity_public_key=self._identity_of(card.node_id),
-                    prefill_tokens_per_second=worker.prefill_tokens_per_second or self._settings.worker_prefill_tps,
-                    queued_tokens=worker.queued_tokens,
-                    round_trip_ms=self._round_trip_ms(card.node_id),
-                    megabytes_per_second=self._link_megabytes_per_second(card.node_id),
-                    free_memory_bytes=worker.ram_bytes_free,
-                )
-            )
-        return tuple(views), tuple(hints)
-
-    def _no_worker(self, excluded: set[str], now: float) -> str:
-        """Why there is no worker to ask, in one line."""
-        known = {card.node_id for card in self.node.directory.peers(now) if card.worker is not None}
-        if not known:
-            static = bool(self._settings.worker)
-            return "the node of --worker is not connected" if static else "no worker is known"
-        if known <= excluded:
-            return "all workers are excluded"
-        connected = {name for name in known - excluded if self.node.peers.find(name) is not None}
-        if not connected:
-            return "no worker is connected"
-        if not any(self.node.find_asked(name) for name in connected):
-            return "the roster lists no worker that is connected with this tenant"
-        return "no worker that is connected can be used"
-
-    def _mismatch(self, card: Card) -> str:
-        """Why a worker cannot be used, in one line; empty when it can, or when its card offers no work."""
-        assert self._facts is not None
-        assert card.worker is not None
-        if card.worker.fingerprint == self._fingerprint and (
-            card.worker.compatibility.get(TENANT_KEY_ID) == self._tenant_key_id
-        ):
-            return ""
-        ours = {**asdict(self._facts.compatibility), TENANT_KEY_ID: self._tenant_key_id}
-        different = [name for name, value in ours.items() if card.worker.compatibility.get(name) != value]
-        verb = "differs" if len(different) == 1 else "differ"
-        return f"worker {card.node_id} is not compatible: {', '.join(different) or 'unknown fields'} {verb}"
-
-    def _publish_targets(self) -> tuple[NodeId, ...]:
-        """Cache peers that may get copies: nodes whose only business is to hold KV."""
-        cards = self.node.directory.peers(self._reactor.clock())
-        willing = replica_candidates(cards, self._fingerprint)
-        found = tuple(name for name in willing if self._usable(name, offers=True))
-        return found or tuple(NodeId(name) for name in self._static("cache"))
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: only this one always means the own machine
-        return host == "localhost"
