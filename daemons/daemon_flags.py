@@ -9,7 +9,7 @@ import sys
 
 from daemons.console import fail
 from daemons.exit_codes import EXIT_OK, exit_code
-from daemons.flags import AddCommand
+from daemons.flags import AddCommand, config_flag
 from kakeya_zmq.option_values import Option
 from kakeya_zmq.options import options_for
 from wire.errors import KakeyaError
@@ -62,7 +62,7 @@ def add_daemons(add: AddCommand) -> None:
 
 def add_daemon_flags(parser: argparse.ArgumentParser, role: str) -> None:
     """The flags of one role; what is not given is None."""
-    parser.add_argument("--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)")
+    config_flag(parser)
     default_help = "a default of a service definition, below flag, environment and file; may be repeated"
     parser.add_argument("--default", action="append", default=[], metavar="NAME=VALUE", help=default_help)
     check_help = "check settings, keys and model folder, and leave"

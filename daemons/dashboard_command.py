@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from daemons.console import Console
+from daemons.dashboard_flags import dashboard_bind
 from daemons.environment_names import unknown_variables
 from daemons.log_files import LogRotation
-from daemons.run import check_ready_file, set_up_logging, stop_signals, write_ready_file
+from daemons.run import check_ready_file, remove_ready_files, set_up_logging, stop_signals, write_ready_file
 from dashboard.app import create_app
 from dashboard.benchmark_store import BenchmarkStore
 from dashboard.database import Database
@@ -214,8 +215,12 @@ def run_dashboard(options: DashboardOptions) -> int:
         reasons.append(reason)
         stopped.set()
 
+    def forget() -> None:
+        if options.ready_file:
+            remove_ready_files(options.ready_file)
+
     rotation = LogRotation(LOG_BYTES_MAX)
-    with stop_signals(stop):
+    with stop_signals(stop, forget):
         dashboard = Dashboard(options, kakeya_home())
         try:
             _tell(dashboard, options)
@@ -227,9 +232,7 @@ def run_dashboard(options: DashboardOptions) -> int:
                     _log.error("the state could not be kept: %s", type(error).__name__)
         finally:
             dashboard.close()
-            if options.ready_file:
-                with contextlib.suppress(OSError):
-                    Path(options.ready_file).unlink(missing_ok=True)
+            forget()
     _log.info("stopped: %s", reasons[0] if reasons else "done")
     return 0
 
@@ -280,7 +283,7 @@ def options_from(parsed: Any) -> DashboardOptions:
     bus = _listed(parsed.bus, "KAKEYA_DASHBOARD_BUS")
     hosts = _listed(parsed.allow_host, "KAKEYA_DASHBOARD_ALLOW_HOST")
     return DashboardOptions(
-        bind=parse_address(parsed.bind or os.environ.get("KAKEYA_DASHBOARD_BIND", "") or "127.0.0.1:8090"),
+        bind=parse_address(dashboard_bind(parsed.bind, os.environ)),
         bus=tuple(parse_address(text) for text in bus),
         allowed_hosts=tuple(hosts),
         telemetry_key_file=parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", ""),

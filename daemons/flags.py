@@ -12,6 +12,12 @@ AddCommand: TypeAlias = Callable[[str, str, str], argparse.ArgumentParser]
 """(name, description, examples) → the parser of a new subcommand."""
 
 
+def config_flag(parser: argparse.ArgumentParser) -> None:
+    """``--config``; ``kakeya_zmq.config.find_config_file`` takes what it says, and finds the file."""
+    text = "TOML file (default: the one that KAKEYA_CONFIG names, else ~/.kakeya/kakeya.toml, if any)"
+    parser.add_argument("--config", default="", metavar="FILE", help=text)
+
+
 def json_flag(parser: argparse.ArgumentParser) -> None:
     """``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line of standard output")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from daemons.flags import config_flag
 from kakeya_zmq.option_values import ALL_ROLES
 
 JSON_HELP = "print one JSON object as the last line of standard output"
@@ -28,7 +29,7 @@ def _add_config(add: Callable[[str, str, str], argparse.ArgumentParser]) -> None
     config.add_argument(
         "--role", action="append", default=[], choices=ALL_ROLES, help="a role to show (default: all); repeatable"
     )
-    config.add_argument("--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)")
+    config_flag(config)
     config.add_argument("--json", action="store_true", help=JSON_HELP)
     config.set_defaults(run=_run_config)
 
@@ -58,7 +59,7 @@ def _add_doctor(add: Callable[[str, str, str], argparse.ArgumentParser]) -> None
     doctor.add_argument(
         "--address", action="append", default=[], metavar="HOST:PORT", help="a node to ask, besides those of this machine"
     )
-    doctor.add_argument("--config", default="", metavar="FILE", help="TOML file (default: ~/.kakeya/kakeya.toml, if any)")
+    config_flag(doctor)
     doctor.add_argument("--quick", action="store_true", help="do not measure the speed of MLX and of links")
     doctor.add_argument("--json", action="store_true", help=JSON_HELP)
     doctor.set_defaults(run=_run_doctor)

@@ -22,7 +22,16 @@ from kakeya_zmq.io.reactor import Reactor, describe_exception
 from wire.errors import ConfigError, PortInUseError
 from wire.limits import MIB
 
-__all__ = ["Daemon", "check_ready_file", "leave", "run_daemon", "set_up_logging", "stop_signals", "write_ready_file"]
+__all__ = [
+    "Daemon",
+    "check_ready_file",
+    "leave",
+    "remove_ready_files",
+    "run_daemon",
+    "set_up_logging",
+    "stop_signals",
+    "write_ready_file",
+]
 DRAIN_LOOK_SECONDS = 0.02
 
 if TYPE_CHECKING:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import plistlib
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, NoReturn
+from xml.parsers.expat import ExpatError
 
 from daemons.daemon_flags import add_daemon_flags
+from daemons.dashboard_flags import add_dashboard_flags, dashboard_bind
+from daemons.unit_files import read_unit, stop_seconds, with_drop_ins
 from kakeya_zmq.config import ResolvedSettings, find_config_file, read_config_file, resolve_settings
-from kakeya_zmq.option_values import ALL_ROLES, parse_value
+from kakeya_zmq.option_values import ALL_ROLES, parse_file_value, parse_value
 from kakeya_zmq.options import options_for
 from wire.errors import ConfigError
 
@@ -27,6 +29,26 @@ AGENTS: Final = (
     "ai.kakeya.prefill-worker",
 )
 UNITS: Final = ("kakeya-runtime", "kakeya-worker", "kakeya-cache", "kakeya-dashboard")
+INSTALL_COMMANDS: Final[Mapping[str, str]] = {
+    "ai.kakeya.zmq-runtime-prefill": "bash deploy/install_runtime_launchd.sh",
+    "ai.kakeya.prefill-network": "bash deploy/install_prefill_network_launchd.sh",
+    "ai.kakeya.prefill-network-peer": "bash deploy/install_prefill_network_launchd.sh --cache-peer",
+    "ai.kakeya.prefill-worker": "bash deploy/install_prefill_worker_launchd.sh",
+    **{unit: f"bash deploy/install_systemd.sh {unit.removeprefix('kakeya-')}" for unit in UNITS},
+}
+"""By definition: what makes it."""
+DASHBOARD: Final = "dashboard"
+UNREADABLE: Final = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    plistlib.InvalidFileException,
+    ExpatError,
+)
+"""What reading a file raises that is no definition: it is missing, cut off, no property list, or has not what one has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +56,16 @@ class ServiceDefinition:
     """``role``: primary, worker, cache or dashboard. ``flags``: by setting, as they stand on its command line.
 
     ``defaults``: NAME=VALUE of its own, weaker than the file. ``environment``: what it sets for the daemon.
+    ``stop_s``: how long the daemon has to end before it is killed; None: for ever, or the definition does not say.
+    ``dashboard_bind``: where a dashboard serves; empty for the others.
     """
 
     name: str
     path: Path
     role: str
+    program: str
+    stop_s: float | None = None
+    dashboard_bind: str = ""
     flags: Mapping[str, Any] = field(default_factory=dict)
     defaults: tuple[str, ...] = ()
     config: str = ""
@@ -99,7 +126,7 @@ def pinned_values(role: str, flags: Mapping[str, Any], file: Path | None) -> tup
     for option in options_for(role):
         if flags.get(option.name) is not None and option.name in from_file:
             given = parse_value(option, flags[option.name], option.flag)
-            in_file = parse_value(option, from_file[option.name], f"{option.name} in the configuration file")
+            in_file = parse_file_value(option, from_file[option.name], f"{option.name} in the configuration file")
             if given != in_file:
                 found.append(Pinned(option.name, given, in_file))
     return tuple(found)
@@ -136,23 +163,52 @@ def read_definition(path: Path) -> ServiceDefinition:
         ConfigError: it is none, or starts something else.
     """
     try:
-        data = path.read_bytes()
-        if path.suffix == ".plist":
-            document = plistlib.loads(data)
-            arguments, environment = list(document["ProgramArguments"]), dict(document.get("EnvironmentVariables", {}))
-        else:
-            arguments, environment = read_unit(data.decode("utf-8"))
-        role = arguments[1]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, plistlib.InvalidFileException) as error:
+        command = _read_plist(path) if path.suffix == ".plist" else _read_unit(path)
+        role = command.arguments[0]
+    except UNREADABLE as error:
         remedy = "run its install script again"
         raise ConfigError(f"the service definition {path} cannot be read: {type(error).__name__}", remedy=remedy) from None
+    read = ServiceDefinition(path.stem, path, role, command.program, command.stop_s, environment=command.environment)
+    if role == DASHBOARD:
+        given = _parsed(add_dashboard_flags, command)
+        return replace(read, dashboard_bind=dashboard_bind(given["bind"], command.environment))
     if role not in ALL_ROLES:
-        return ServiceDefinition(path.stem, path, role, environment=environment)
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_daemon_flags(parser, role)
-    given = vars(parser.parse_args(arguments[2:]))
+        return read
+    given = _parsed(lambda parser: add_daemon_flags(parser, role), command)
     flags = {option.name: given[option.name] for option in options_for(role) if given[option.name] is not None}
-    return ServiceDefinition(path.stem, path, role, flags, tuple(given["default"]), given["config"], environment)
+    return replace(read, flags=flags, defaults=tuple(given["default"]), config=given["config"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """What a service manager starts, and how it ends that; ``arguments``: the role and what follows it."""
+
+    program: str
+    arguments: list[str]
+    environment: dict[str, str]
+    stop_s: float | None
+
+
+def _read_plist(path: Path) -> _Command:
+    document = plistlib.loads(path.read_bytes())
+    program, *arguments = map(str, document["ProgramArguments"])
+    seconds = document.get("ExitTimeOut")
+    # launchd.plist(5): zero is for ever, and what holds without the key is the system's affair.
+    stop_s = float(seconds) if isinstance(seconds, int | float) and seconds > 0 else None
+    environment = {name: str(value) for name, value in document.get("EnvironmentVariables", {}).items()}
+    return _Command(str(document.get("Program", program)), arguments, environment, stop_s)
+
+
+def _read_unit(path: Path) -> _Command:
+    text = with_drop_ins(path)
+    (program, *arguments), environment = read_unit(text)
+    return _Command(program.lstrip("@-:+!|"), arguments, environment, stop_seconds(text))
+
+
+def _parsed(add_flags: Callable[[argparse.ArgumentParser], None], command: _Command) -> dict[str, Any]:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    return vars(parser.parse_args(command.arguments[1:]))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,34 +216,3 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(
             f"a service definition has a command line of another version: {message}", remedy="install it again"
         )
-
-
-# --- systemd's syntax ----------------------------------------------------------------------------------------------------
-
-_WORD: Final = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|\\.|[^\s"'\\])+""", re.DOTALL)
-_PIECE: Final = re.compile(r""""((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)'|((?:\\.|[^"'\\])+)""", re.DOTALL)
-
-
-def read_unit(text: str) -> tuple[list[str], dict[str, str]]:
-    """The command line and the environment of a unit, as its process gets them.
-
-    Raises:
-        ValueError: it starts nothing.
-    """
-    arguments: list[str] = []
-    environment: dict[str, str] = {}
-    for line in text.replace("\\\n", " ").splitlines():
-        key, _, value = line.partition("=")
-        words = [_unquoted(word).replace("%%", "%") for word in _WORD.findall(value)]
-        if key == "ExecStart":
-            arguments = [words[0], *(word.replace("$$", "$") for word in words[1:])] if words else []
-        elif key == "Environment":
-            environment |= dict(word.split("=", 1) for word in words if "=" in word)
-    if not arguments:
-        raise ValueError("no ExecStart")
-    return arguments, environment
-
-
-def _unquoted(word: str) -> str:
-    pieces = ("".join(groups) for groups in _PIECE.findall(word))
-    return "".join(re.sub(r"\\(.)", r"\1", piece, flags=re.DOTALL) for piece in pieces)

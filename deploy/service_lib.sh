@@ -150,15 +150,24 @@ use_python() {
 }
 
 # check_arguments FILE: whether the daemon would accept the command line in FILE (a JSON list), before anything is touched.
-# It sees what the service will see: of KAKEYA_ variables, the home alone.
+# It sees what the service will see: of KAKEYA_ variables, the home alone. What it refuses is told in one line, its own.
 check_arguments() {
-    KAKEYA_HOME="$kakeya_home" "$kakeya_python" - "$1" <<'PYTHON' || refuse "the settings are not usable: see the line above"
+    KAKEYA_HOME="$kakeya_home" "$kakeya_python" - "$1" <<'PYTHON' || exit 2
 import json, os, subprocess, sys
 with open(sys.argv[1], encoding="utf-8") as stream:
     arguments = json.load(stream)
 seen = {name: value for name, value in os.environ.items() if not name.startswith("KAKEYA_") or name == "KAKEYA_HOME"}
 command = [*arguments, "--check-settings"]
-sys.exit(subprocess.run(command, env=seen, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL).returncode)
+try:
+    done = subprocess.run(command, env=seen, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    told, failed = done.stderr, done.returncode != 0
+except OSError as error:
+    told, failed = os.fsencode("%s cannot be run: %s" % (command[0], error.strerror)), True
+if failed:
+    last = told.strip().split(b"\n")[-1] or os.fsencode("%s cannot check the settings, and does not say why" % command[0])
+    told = b"kakeya: error: %s\n" % last.removeprefix(b"kakeya: ")
+sys.stderr.buffer.write(told)
+sys.exit(failed)
 PYTHON
 }
 

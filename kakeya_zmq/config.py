@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kakeya_zmq.option_values import ALL_ROLES, Option, parse_value
+from kakeya_zmq.option_values import ALL_ROLES, Option, parse_file_value, parse_value
 from kakeya_zmq.options import DEFAULT_PORTS, OPTIONS, options_for
 from wire.errors import ConfigError
 from wire.limits import GIB, NAME_CHARACTERS_MAX
@@ -264,7 +264,7 @@ def _pick(
     if environment.get(option.variable, "") != "":
         return parse_value(option, environment[option.variable], option.variable), "environment"
     if option.name in from_file:
-        return parse_value(option, from_file[option.name], f"{option.name} in the configuration file"), "file"
+        return parse_file_value(option, from_file[option.name], f"{option.name} in the configuration file"), "file"
     if option.name in defaults:
         return parse_value(option, defaults[option.name], f"--default {option.name}"), "service default"
     return option.default, "default"

@@ -10,6 +10,9 @@ from typing import Any
 from wire.errors import ConfigError
 
 ALL_ROLES = ("primary", "worker", "cache")
+NUMBERS = ("integer", "number")
+EXAMPLE_CHARACTERS_MAX = 40
+TOO_LONG = "a very long number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +54,34 @@ def parse_value(option: Option, value: Any, source: str) -> Any:
             return _parse_switch(value, source)
         case "choice":
             if value not in option.choices:
-                raise ConfigError(f"{source} is {str(value)[:60]!r}", remedy=f"one of: {', '.join(option.choices)}")
+                raise ConfigError(f"{source} is {_shown(value)}", remedy=f"one of: {', '.join(option.choices)}")
             return value
         case _:
             return _parse_number(option, value, source)
+
+
+def parse_file_value(option: Option, value: Any, source: str) -> Any:
+    """As :func:`parse_value`, for a value of a TOML file: there a number has no quotes and a text has them.
+
+    Raises:
+        ConfigError: it does not fit; the remedy is what to write.
+    """
+    if option.kind in NUMBERS and isinstance(value, str):
+        raise ConfigError(f"{source} is {_shown(value)}, a text", remedy=_without_quotes(option, value))
+    if option.kind in ("text", "path") and isinstance(value, int | float) and not isinstance(value, bool):
+        shown = _shown(value)
+        example = f': {option.name} = "{shown}"' if len(shown) <= EXAMPLE_CHARACTERS_MAX and shown != TOO_LONG else ""
+        raise ConfigError(f"{source} is {shown}, a number", remedy=f"a text in quotes{example}")
+    return parse_value(option, value, source)
+
+
+def _without_quotes(option: Option, text: str) -> str:
+    """What to write instead of a number in quotes."""
+    remedy = f"{_wanted(option)}, without quotes"
+    try:
+        return f"{remedy}: {option.name} = {_parse_number(option, text, option.name)}"
+    except ConfigError:
+        return remedy
 
 
 def _as_text(value: Any, source: str) -> str:
@@ -64,10 +91,13 @@ def _as_text(value: Any, source: str) -> str:
 
 
 def _shown(value: Any) -> str:
+    """A value as it stands in a TOML file, cut off."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
     try:
         return repr(value)[:80]
     except ValueError:  # Python writes no number of more than some thousand digits
-        return "a very long number"
+        return TOO_LONG
 
 
 def _items(value: Any, source: str) -> Iterable[Any]:
@@ -91,19 +121,21 @@ def _parse_switch(value: Any, source: str) -> bool:
 
 
 def _parse_number(option: Option, value: Any, source: str) -> int | float:
-    wanted = "a whole number" if option.kind == "integer" else "a number"
-    bounds = (
-        f" from {option.minimum:g} to {option.maximum:g}"
-        if option.minimum is not None and option.maximum is not None
-        else ""
-    )
     try:
         number: int | float = int(str(value)) if option.kind == "integer" else float(str(value))
     except ValueError:
         shown = repr(value[:60]) if isinstance(value, str) else _shown(value)
-        raise ConfigError(f"{source} is {shown}", remedy=f"{wanted}{bounds}") from None
+        raise ConfigError(f"{source} is {shown}", remedy=_wanted(option)) from None
     low = option.minimum if option.minimum is not None else float("-inf")
     high = option.maximum if option.maximum is not None else float("inf")
     if not low <= number <= high:
-        raise ConfigError(f"{source} is {str(value)[:60]}", remedy=f"{wanted}{bounds}")
+        raise ConfigError(f"{source} is {str(value)[:60]}", remedy=_wanted(option))
     return number
+
+
+def _wanted(option: Option) -> str:
+    """Which numbers would fit."""
+    wanted = "a whole number" if option.kind == "integer" else "a number"
+    if option.minimum is None or option.maximum is None:
+        return wanted
+    return f"{wanted} from {option.minimum:g} to {option.maximum:g}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from daemons.console import Console
+from daemons.doctor.dashboard_port import examine_dashboard_port
+from daemons.doctor.definitions import examine_definitions
 from daemons.doctor.finding import Finding, Level, ok, problem, warning
 from daemons.doctor.keys import examine_keys
 from daemons.doctor.machine import examine_machine
@@ -13,7 +15,7 @@ from daemons.doctor.network import NodeView, addresses_of, each_once, look_at, r
 from daemons.doctor.network_findings import judge_nodes, judge_reach, judge_refusal
 from daemons.doctor.ports import examine_ports
 from daemons.doctor.services import examine_services
-from daemons.doctor.site import Site, this_site
+from daemons.doctor.site import Site, naming_file, this_site
 from daemons.doctor.software import examine_software
 from daemons.doctor.starting import examine_starting
 from daemons.environment_names import UnknownVariable, unknown_variables
@@ -60,7 +62,9 @@ def findings_of(site: Site) -> Iterator[Finding]:
         ("machine", lambda: examine_machine(site)),
         ("model", lambda: examine_model(site)),
         ("ports", lambda: examine_ports(site)),
+        ("ports", examine_dashboard_port),
         ("services", examine_services),
+        ("services", examine_definitions),
         ("nodes", lambda: examine_fleet(site)),
     )
     for subject, look in examinations:
@@ -74,12 +78,19 @@ def findings_of(site: Site) -> Iterator[Finding]:
 def _settings(site: Site) -> Iterator[Finding]:
     if site.config_error is not None:
         remedy = site.config_error.remedy or "see `kakeya config sample`"
-        yield problem("settings", site.config_error.message, remedy)
+        yield problem("settings", naming_file(site.config_error.message, site.config_file), remedy)
     else:
-        text = "from kakeya.toml and the environment" if site.config_file else "defaults and the environment"
-        yield ok("settings", text + "".join(f"; of {name}, as it is installed" for name in site.services))
+        yield ok("settings", "; ".join(_sources(site)))
     for unknown in unknown_variables():
         yield warning("settings", f"{unknown.name} is not known and has no effect", _spelling(unknown))
+
+
+def _sources(site: Site) -> Iterator[str]:
+    """Where the settings come from: those of this shell, then those of each service."""
+    yield f"from {site.config_file} and the environment" if site.config_file else "defaults and the environment"
+    for name, file in site.services.items():
+        source = "the same file" if file == site.config_file else file
+        yield f"of {name}, as it is installed" + (f", and from {source}" if file else "")
 
 
 def _spelling(unknown: UnknownVariable) -> str:

@@ -28,8 +28,8 @@ def examine_ports(site: Site) -> Iterator[Finding]:
                 yield examine_port(role, address, ours)
 
 
-def examine_port(role: str, address: Address, ours: set[int], flag: str = "--bind") -> Finding:
-    """Whether something for ``role`` can serve there; ``flag`` chooses another port."""
+def examine_port(role: str, address: Address, ours: set[int], flag: str = "--bind", *, only: str = "") -> Finding:
+    """Whether something for ``role`` can serve there; ``flag`` chooses another port. For ``only`` see judge_use."""
     error = try_to_bind(address)
     if error == 0:
         return ok("ports", f"{role}: {address} is free")
@@ -37,11 +37,16 @@ def examine_port(role: str, address: Address, ours: set[int], flag: str = "--bin
         return problem(
             "ports", f"{role}: {address} cannot be bound on this machine", "check --bind; 0.0.0.0 means everywhere"
         )
-    return judge_use(f"{role}: {address}", address.port, port_use(address.port), ours, flag)
+    return judge_use(f"{role}: {address}", address.port, port_use(address.port), ours, flag, only=only)
 
 
-def judge_use(what: str, port: int, use: PortUse | None, ours: set[int], flag: str) -> Finding:
-    """What it means that a port is taken; ``what`` names role and address."""
+def judge_use(what: str, port: int, use: PortUse | None, ours: set[int], flag: str, *, only: str = "") -> Finding:
+    """What it means that a port is taken; ``what`` names role and address.
+
+    Args:
+        ours: processes that may have it.
+        only: the one role whose daemon may have it, else any role's.
+    """
     if use is None or (use.listens and use.process is None):
         text = f"{what} is taken by {'something' if use is None else 'a process'} that this user may not look at"
         waiting = "" if use is not None else "; when that shows nothing, a connection has just ended: wait a minute"
@@ -52,7 +57,7 @@ def judge_use(what: str, port: int, use: PortUse | None, ours: set[int], flag: s
         remedy = f"wait until that ends, or choose another port with {flag}; docs/operations.md says how to keep ports free"
         return problem("ports", f"{what} is taken: nobody listens there, {connection_of(use)} goes through it", remedy)
     told = describe(use.process)
-    if use.process.pid in ours or told.startswith("a kakeya "):
+    if use.process.pid in ours or told.startswith(f"a kakeya {only}"):
         return ok("ports", f"{what} is served by {told}")
     return problem("ports", f"{what} is taken by {told}", f"stop it, or choose another port with {flag}")
 

@@ -8,23 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
 
 from daemons.doctor.finding import Finding, ok, problem, warning
-from daemons.service_definitions import (
-    AGENTS,
-    REQUIRED,
-    UNITS,
-    agents_folder,
-    definition_files,
-    pinned_values,
-    read_definition,
-    shown,
-    units_folder,
-)
-from kakeya_zmq.option_values import ALL_ROLES
-from wire.errors import ConfigError
+from daemons.service_definitions import AGENTS, UNITS, agents_folder, units_folder
 
 ASK_TIMEOUT_S: Final = 10.0
 
@@ -33,28 +20,6 @@ def examine_services() -> Iterator[Finding]:
     """Only what is installed is asked for; a machine without services is in order."""
     found = list(_launchd() if sys.platform == "darwin" or _has_agents() else _systemd())
     yield from found or [ok("services", "none are installed here")]
-    for path in definition_files():
-        yield from judge_definition(path)
-
-
-def judge_definition(path: Path) -> Iterator[Finding]:
-    """Whether a definition can be read, would start, and leaves to the configuration file what that says."""
-    try:
-        service = read_definition(path)
-        if service.role not in ALL_ROLES:
-            return
-        service.settings()
-        pinned = pinned_values(service.role, service.flags, service.config_file)
-    except ConfigError as error:
-        yield problem("services", f"{path.stem}: {error.message}", error.remedy or "see `kakeya config sample`")
-        return
-    for each in pinned:
-        flag = "--" + each.name.replace("_", "-")
-        text = f"{path.stem} runs with {flag} {shown(each.given)}, and the configuration file says {shown(each.in_file)}"
-        variable = REQUIRED[service.role].get(each.name)
-        again = f"with its value in {variable}" if variable else f"without the variable for {flag}"
-        remedy = f"take {each.name} out of {service.config_file}, or install it again {again}"
-        yield warning("services", text, remedy)
 
 
 def _has_agents() -> bool:

@@ -26,8 +26,8 @@ class Site:
     members: tuple[Member, ...] = ()
     addresses: tuple[str, ...] = ()
     quick: bool = False
-    services: tuple[str, ...] = ()
-    """Those whose settings are judged in the place of what the environment would give their roles."""
+    services: Mapping[str, Path | None] = field(default_factory=dict)
+    """Those whose settings are judged in the place of what the environment would give their roles, and their files."""
     notes_error: ConfigError | None = None
     """Why nothing is known of what `kakeya up` started."""
 
@@ -40,15 +40,22 @@ def this_site(addresses: tuple[str, ...], *, config: str, quick: bool) -> Site:
         settings = {role: resolve_settings(role, {}, file=file).settings for role in ALL_ROLES}
     except ConfigError as error:
         return Site(home, home / "fleet.psk", config_error=error, config_file=file, addresses=addresses, quick=quick)
-    services = []
+    services: dict[str, Path | None] = {}
     for service in installed_definitions():
-        with contextlib.suppress(ConfigError):  # daemons.doctor.services tells why
+        with contextlib.suppress(ConfigError):  # daemons.doctor.definitions tells why
             if service.role in settings:
                 settings[service.role] = service.settings().settings
-                services.append(service.name)
+                services[service.name] = service.config_file
     psk_file = Path(settings["primary"].fleet_psk_file)
     try:
         members = live_members()
     except ConfigError as error:
-        return Site(home, psk_file, settings, None, file, (), addresses, quick, tuple(services), notes_error=error)
-    return Site(home, psk_file, settings, None, file, members, addresses, quick, tuple(services))
+        return Site(home, psk_file, settings, None, file, (), addresses, quick, services, notes_error=error)
+    return Site(home, psk_file, settings, None, file, members, addresses, quick, services)
+
+
+def naming_file(message: str, file: Path | None) -> str:
+    """What is wrong in "the configuration file", with the name of the one that was read."""
+    if file is None or str(file) in message:
+        return message
+    return message.replace("the configuration file", f"the configuration file {file}", 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -13,68 +12,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from daemons import dashboard_flags
 from daemons.command import main
 from daemons.doctor.finding import Finding, Level
 from daemons.doctor.machine import judge_budgets, judge_disk
 from daemons.doctor.model import Speed, judge_probe, judge_speed
 from daemons.doctor.network import NodeView, Reach, each_once
 from daemons.doctor.network_findings import judge_nodes, judge_reach
-from daemons.doctor.services import judge_unit
 from daemons.doctor.software import judge_packages, judge_python
 from daemons.doctor.starting import is_writable, judge_levels
-from daemons.service_definitions import REQUIRED
-from deploy.render_service import render
+from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.io.connections import REFUSED_WRONG_PSK
-from tests.deploy.service_rig import DEPLOY
+from kakeya_zmq.io.sockets import parse_address
+from tests.deploy.doctor_rig import Doctor
 from tests.fleet_rig import PROJECT, Fleet, run_kakeya, wait_until
 from tests.proxy import free_port
-from wire.keys import FleetKey, write_secret_file
+from wire.keys import write_secret_file
 from wire.limits import GIB
-
-CLEAN = ("KAKEYA_LAUNCH_AGENTS", "XDG_CONFIG_HOME")
-
-
-class Doctor:
-    """The command, run in this process on a home of its own."""
-
-    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.home = home
-        self._capsys = capsys
-
-    def findings(self, *arguments: str, quick: bool = True) -> list[dict[str, str]]:
-        code = main(["doctor", "--json", *(["--quick"] if quick else []), *arguments])
-        told = json.loads(self._capsys.readouterr().out.splitlines()[-1])
-        found: list[dict[str, str]] = told["findings"]
-        assert code == (1 if any(row["level"] == "problem" for row in found) else 0)
-        return found
-
-    def one(self, words: str, *arguments: str, quick: bool = True) -> dict[str, str]:
-        """The finding whose text has these words; it must have a remedy."""
-        found = self.findings(*arguments, quick=quick)
-        matching = [row for row in found if words in row["text"]]
-        assert matching, found
-        assert matching[0]["remedy"]
-        return matching[0]
-
-
-@pytest.fixture
-def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Doctor:
-    for name in [name for name in os.environ if name.startswith("KAKEYA_")]:
-        monkeypatch.delenv(name)
-    home = tmp_path / "home"
-    home.mkdir(mode=0o700)
-    monkeypatch.setenv("KAKEYA_HOME", str(home))
-    monkeypatch.setenv("KAKEYA_LAUNCH_AGENTS", str(tmp_path / "agents"))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    # The usual ports may be taken by whatever else runs on this machine.
-    ports = {role: free_port() for role in ("primary", "worker", "cache")}
-    lines = [f'[{role}]\nbind = "127.0.0.1:{port}"\ncache_gb = 0.5\n' for role, port in ports.items()]
-    (home / "kakeya.toml").write_text("\n".join(lines))
-    write_secret_file(home / "fleet.psk", FleetKey.generate())
-    return Doctor(home, capsys)
-
 
 # --- this machine ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +74,40 @@ def test_a_misspelt_setting(doctor: Doctor) -> None:
     assert "cache_gb" in doctor.one("unknown setting 'cache_bg'")["remedy"]
 
 
+def test_the_file_that_settings_are_from_is_named(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(*arguments: str) -> str:
+        (found,) = [row for row in doctor.findings(*arguments) if row["subject"] == "settings"]
+        return found["text"]
+
+    usual, own, other = (doctor.home / name for name in ("kakeya.toml", "own.toml", "other.toml"))
+    own.write_text(usual.read_text())
+    other.write_text("cache_bg = 1\n")
+    assert named() == f"from {usual} and the environment"
+    assert named("--config", str(own)) == f"from {own} and the environment"
+    monkeypatch.setenv("KAKEYA_CONFIG", str(own))
+    assert named() == f"from {own} and the environment"
+    assert f"in the configuration file {other}" in named("--config", str(other))
+    doctor.install("kakeya-worker.service")
+    assert named() == f"from {own} and the environment; of kakeya-worker, as it is installed, and from {usual}"
+    monkeypatch.delenv("KAKEYA_CONFIG")
+    assert named() == f"from {usual} and the environment; of kakeya-worker, as it is installed, and from the same file"
+    other.unlink()
+    monkeypatch.setenv("KAKEYA_CONFIG", str(other))
+    assert named() == f"the configuration file {other} cannot be read: No such file or directory"
+    monkeypatch.delenv("KAKEYA_CONFIG")
+    usual.unlink()
+    (doctor.units / "kakeya-worker.service").unlink()
+    assert named() == "defaults and the environment"
+
+
+@pytest.mark.parametrize("command", [["cache"], ["config"], ["doctor"]])
+def test_the_help_tells_which_file_is_taken(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "--config FILE TOML file (default: the one that KAKEYA_CONFIG names, else ~/.kakeya/kakeya.toml, if any)" in told
+
+
 def test_a_misspelt_variable(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KAKEYA_CACHE_BG", "1")
     found = doctor.one("KAKEYA_CACHE_BG is not known")
@@ -134,89 +125,6 @@ def test_a_misspelt_variable(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) ->
     assert "KAKEYA_CACHE_BG is not known" in shown.stdout
 
 
-# Service definitions: what they say wins over kakeya.toml.
-
-
-def _install(doctor: Doctor, name: str, **variables: str) -> None:
-    """Put a service's definition where it belongs, as the install script would."""
-    template = DEPLOY / ("launchd" if name.startswith("ai.") else "systemd") / name
-    folder = doctor.home.parent / ("agents" if name.startswith("ai.") else "config/systemd/user")
-    folder.mkdir(parents=True, exist_ok=True)
-    given = {
-        "HOME": str(doctor.home.parent),
-        "KAKEYA_HOME": str(doctor.home),
-        "KAKEYA_WORKER_COMMAND": "/opt/ka keya/bin/kakeya",
-        "KAKEYA_WORKER_NODE_ID": "w",
-        "KAKEYA_WORKER_MODEL": str(doctor.home / "model"),
-        "KAKEYA_WORKER_ADVERTISE": "192.0.2.21:53051",
-    }
-    (folder / name).write_bytes(render(template, {**given, **variables}))
-
-
-@pytest.mark.parametrize("name", ["ai.kakeya.prefill-worker.plist", "kakeya-worker.service"])
-def test_a_definition_that_says_otherwise_than_the_file(doctor: Doctor, name: str) -> None:
-    _install(doctor, name, KAKEYA_WORKER_CACHE_GB="8", KAKEYA_WORKER_NETWORK="thunderbolt")
-    (doctor.home / "kakeya.toml").write_text('[worker]\ncache_gb = 16\nnetwork = "thunderbolt"\nwindow = 512\n')
-    found = doctor.one("runs with --cache-gb 8.0, and the configuration file says 16.0")
-    assert (found["level"], found["subject"]) == ("warning", "services")
-    assert "take cache_gb out of" in found["remedy"]
-    assert "without the variable for --cache-gb" in found["remedy"]
-    rows = [row for row in doctor.findings() if "the configuration file says" in row["text"]]
-    assert len(rows) == 1, "only what differs"
-    done = run_kakeya("config", "show", "--role", "worker", "--json", home=doctor.home, environment=_places(doctor))
-    assert done.returncode == 0, done.stderr
-    (service,) = json.loads(done.stdout.splitlines()[-1])["services"].values()
-    settings = service["settings"]
-    assert {key: (settings[key]["value"], settings[key]["from"]) for key in ("cache_gb", "window", "bind", "drain_s")} == {
-        "cache_gb": (8.0, "service definition"),
-        "window": (512, "file"),
-        "bind": ("0.0.0.0:53051", "service default"),
-        "drain_s": (20.0, "default"),
-    }
-    assert "wins over cache_gb = 16.0" in done.stderr
-
-
-def test_a_value_that_an_install_script_needs_cannot_be_left_out_of_its_definition(doctor: Doctor) -> None:
-    _install(doctor, "kakeya-worker.service")
-    (doctor.home / "kakeya.toml").write_text('[worker]\nnode_id = "another"\n')
-    found = doctor.one("runs with --node-id w, and the configuration file says another")
-    assert "with its value in KAKEYA_WORKER_NODE_ID" in found["remedy"]
-    assert "without the variable" not in found["remedy"]
-
-
-def test_the_doctor_knows_what_install_scripts_need() -> None:
-    scripts = [script.read_text(encoding="utf-8") for script in DEPLOY.glob("install_*.sh")]
-    needed = {name for text in scripts for name in re.findall(r"need (KAKEYA_\w+)", text)}
-    assert needed == {variable for settings in REQUIRED.values() for variable in settings.values()}
-
-
-def _places(doctor: Doctor) -> dict[str, str]:
-    return {
-        "KAKEYA_LAUNCH_AGENTS": str(doctor.home.parent / "agents"),
-        "XDG_CONFIG_HOME": str(doctor.home.parent / "config"),
-    }
-
-
-def test_a_definition_that_its_daemon_would_refuse(doctor: Doctor) -> None:
-    _install(doctor, "kakeya-worker.service", KAKEYA_WORKER_CACHE_GB="much")
-    assert "--cache-gb" in doctor.one("kakeya-worker: --cache-gb is 'much'")["text"]
-    shown = run_kakeya("config", "show", "--role", "worker", home=doctor.home, environment=_places(doctor))
-    assert (shown.returncode, "warning: kakeya-worker: --cache-gb is 'much'" in shown.stdout) == (0, True)
-    (doctor.home.parent / "config" / "systemd" / "user" / "kakeya-worker.service").write_text("[Service]\n")
-    assert "install" in doctor.one("cannot be read")["remedy"]
-
-
-def test_a_service_is_judged_by_what_it_runs_with(doctor: Doctor) -> None:
-    """And not by what its role would have in this shell: here its tenant, its model and its peer."""
-    _install(doctor, "kakeya-worker.service", KAKEYA_TENANT_ID="private-fleet", KAKEYA_WORKER_PEER="127.0.0.1:1")
-    found = doctor.findings()
-    texts = [row["text"] for row in found]
-    assert any("of kakeya-worker, as it is installed" in text for text in texts)
-    assert "there is no key of the tenant private-fleet here" in texts
-    assert any(row["subject"] == "model" and str(doctor.home / "model") in row["text"] for row in found), found
-    assert "nothing listens at 127.0.0.1:1" in texts
-
-
 def test_notes_of_kakeya_up_that_are_damaged(doctor: Doctor) -> None:
     (doctor.home / "run").mkdir()
     (doctor.home / "run" / "fleet.json").write_text("{bad")
@@ -231,6 +139,50 @@ def test_a_taken_port_and_who_has_it(doctor: Doctor, monkeypatch: pytest.MonkeyP
         found = doctor.one("is taken by")
     assert f"(process {os.getpid()})" in found["text"]
     assert "--bind" in found["remedy"]
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that this process, no daemon of ours, listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield other.getsockname()[1]
+
+
+def test_a_taken_port_of_the_dashboard_and_who_has_it(doctor: Doctor, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KAKEYA_DASHBOARD_BIND", f"127.0.0.1:{taken}")
+    found = doctor.one(f"dashboard: 127.0.0.1:{taken} is taken by")
+    assert (found["level"], found["subject"]) == ("problem", "ports")
+    assert f"(process {os.getpid()})" in found["text"]
+    assert "KAKEYA_DASHBOARD_BIND" in found["remedy"]
+    monkeypatch.setenv("KAKEYA_DASHBOARD_BIND", "8090")
+    assert "host:port" in doctor.one("dashboard: not an address")["remedy"]
+
+
+def test_a_taken_port_is_a_warning_where_nobody_has_asked_for_a_dashboard(
+    doctor: Doctor, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert parse_address(dashboard_flags.DEFAULT_BIND) == DEFAULT_ADDRESS
+    monkeypatch.delenv("KAKEYA_DASHBOARD_BIND")
+    monkeypatch.setattr(dashboard_flags, "DEFAULT_BIND", f"127.0.0.1:{taken}")
+    assert doctor.one(f"dashboard: 127.0.0.1:{taken} is taken by")["level"] == "warning"
+
+
+def test_a_taken_port_of_an_installed_dashboard(doctor: Doctor, taken: int) -> None:
+    doctor.install("kakeya-dashboard.service", KAKEYA_NETWORK_HTTP_PORT=str(taken))
+    found = doctor.one(f"dashboard: 127.0.0.1:{taken} is taken by")
+    assert found["level"] == "problem"
+    assert "KAKEYA_NETWORK_HTTP_PORT" in found["remedy"]
+    assert len([row for row in doctor.findings() if row["text"].startswith("dashboard: ")]) == 1, "no other would be started"
+
+
+def test_a_dashboard_at_its_own_port_is_in_order_and_another_daemon_there_is_not(
+    doctor: Doctor, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KAKEYA_DASHBOARD_BIND", f"127.0.0.1:{taken}")
+    for role, level in {"dashboard": "ok", "worker": "problem"}.items():
+        monkeypatch.setattr(psutil.Process, "cmdline", lambda process, role=role: ["python", "-m", "daemons", role])
+        (found,) = [row for row in doctor.findings() if row["text"].startswith("dashboard: ")]
+        assert (found["level"], f"a kakeya {role} (process {os.getpid()})" in found["text"]) == (level, True)
 
 
 def test_an_address_of_another_machine(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,23 +342,6 @@ def test_a_slow_blas(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found["level"] == "problem"
 
 
-def test_an_agent_that_is_not_loaded_or_died(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs, agents = tmp_path / "bin", tmp_path / "agents"
-    programs.mkdir()
-    agents.mkdir()
-    for name in ("ai.kakeya.prefill-worker", "ai.kakeya.prefill-network"):
-        (agents / f"{name}.plist").touch()
-    fake = programs / "launchctl"
-    died = 'printf "\\tstate = not running\\n\\tlast exit code = 4\\n"'
-    fake.write_text(f'#!/bin/sh\ncase "$2" in *worker) {died} ;; *) exit 113 ;; esac\n')
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    found = doctor.findings()
-    texts = {row["text"]: row["remedy"] for row in found if row["subject"] == "services"}
-    assert "launchctl bootstrap" in texts["ai.kakeya.prefill-network is installed and not loaded"]
-    assert "kakeya logs" in texts["ai.kakeya.prefill-worker does not run, its last exit code is 4"]
-
-
 # --- the fleet ---------------------------------------------------------------------------------------------------------
 
 
@@ -453,7 +388,8 @@ def test_a_node_that_is_short_of_memory(doctor: Doctor, sick_fleet: Fleet) -> No
 
 def test_the_links_of_a_fleet_are_told_with_their_round_trips(doctor: Doctor, sick_fleet: Fleet) -> None:
     rows = [row["text"] for row in _asked(doctor, sick_fleet) if row["subject"] == "links"]
-    assert any(text.startswith("primary to worker: ") and text.endswith(" ms") for text in rows), rows
+    # Whether it is called slow depends on what else this machine does.
+    assert any(re.match(r"primary to worker: [\d.]+ ms", text) for text in rows), rows
 
 
 def test_another_fleet_key(doctor: Doctor, sick_fleet: Fleet) -> None:
@@ -559,12 +495,6 @@ def test_mlx_that_is_missing_broken_slow_or_not_on_the_gpu(monkeypatch: pytest.M
 
 def _mac() -> bool:
     return sys.platform == "darwin"
-
-
-def test_units_of_systemd() -> None:
-    assert judge_unit("kakeya-worker", 0, "active").level is Level.OK
-    assert "systemctl --user restart kakeya-worker" in judge_unit("kakeya-worker", 3, "failed").remedy
-    assert judge_unit("kakeya-worker", -1, "").level is Level.WARNING
 
 
 def test_strangers_that_a_node_has_refused_are_told() -> None:

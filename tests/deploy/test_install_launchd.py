@@ -6,6 +6,7 @@ import os
 import plistlib
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,8 +145,33 @@ def test_a_missing_or_open_key_is_refused(home: Home) -> None:
 def test_an_unusable_value_is_refused_before_anything_is_touched(home: Home, variable: str, value: str) -> None:
     done = home.run(WORKER, **{variable: value})
     assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kakeya: error: ")
     assert home.calls == []
     assert not home.agents.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("#!/nonexistent/python", "cannot be run: No such file or directory"),
+        ("#!/bin/sh\nexit 1", "cannot check the settings, and does not say why"),
+        (
+            "#!/bin/sh\nprintf 'Traceback:\\n  line 3\\nImportError: no zmq\\n' >&2; exit 1",
+            "kakeya: error: ImportError: no zmq",
+        ),
+    ],
+)
+def test_a_command_that_cannot_check_the_settings_is_one_line(home: Home, program: str, words: str) -> None:
+    folder = home.home / "broken"
+    folder.mkdir()
+    (folder / "python").symlink_to(sys.executable)
+    command = folder / "kakeya"
+    command.write_text(program + "\n", encoding="utf-8")
+    command.chmod(0o755)
+    done = home.run(WORKER, "--dry-run", KAKEYA_WORKER_PYTHON=str(folder / "python"))
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, words in line) == (2, True), line
 
 
 def test_the_runbook_values_work_as_written(home: Home) -> None:

@@ -68,6 +68,9 @@ class Processes:
         bind = ("--bind", "127.0.0.1:0", "--node-id", "one")
         return self.start("-m", "daemons", "cache", *bind, "--ready-file", str(self.ready), *flags)
 
+    def dashboard(self) -> subprocess.Popen[str]:
+        return self.start("-m", "daemons", "dashboard", "--bind", "127.0.0.1:0", "--ready-file", str(self.ready))
+
     def facts(self, file: Path) -> dict[str, object]:
         facts: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
         return facts
@@ -143,6 +146,18 @@ def test_what_a_killed_daemon_left_is_gone_while_the_next_one_loads(daemons: Pro
     process = daemons.start("-c", STUBBORN, str(daemons.ready), "loads")
     wait_until(lambda: daemons.facts(bound_file(daemons.ready))["pid"] == process.pid, "its port is bound")
     assert not daemons.ready.exists()
+
+
+def test_a_dashboard_removes_its_own_file_and_no_other(daemons: Processes) -> None:
+    first = daemons.dashboard()
+    wait_until(daemons.ready.exists, "it serves")
+    second = daemons.dashboard()
+    wait_until(lambda: daemons.facts(daemons.ready)["pid"] == second.pid, "another one was given the same name")
+    for process, left in ((first, True), (second, False)):
+        process.terminate()
+        process.communicate(timeout=STOP_S)
+        assert process.returncode == EXIT_OK
+        assert daemons.ready.exists() is left
 
 
 def test_a_second_signal_leaves_no_file_behind(daemons: Processes) -> None:

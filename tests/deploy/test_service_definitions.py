@@ -19,7 +19,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from daemons.environment_names import KNOWN_NAMES
-from daemons.service_definitions import read_definition, read_unit
+from daemons.service_definitions import read_definition
+from daemons.unit_files import read_unit
 from deploy.render_service import (
     TemplateError,
     command_line,
@@ -150,7 +151,9 @@ def test_install_systemd_renders_and_checks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "ExecStart=" in done.stdout
     assert not (home.home / ".config").exists()
-    assert home.run("install_systemd.sh", "worker", "--dry-run", KAKEYA_WORKER_CACHE_GB="much").returncode == 2
+    done = home.run("install_systemd.sh", "worker", "--dry-run", KAKEYA_WORKER_CACHE_GB="much")
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, line.startswith("kakeya: error: --cache-gb is 'much' (a number")) == (2, True), line
     assert home.run("install_systemd.sh", "--dry-run").returncode == 2
 
 

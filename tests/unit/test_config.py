@@ -201,7 +201,21 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
         ("peer = 5", "a list of texts"),
         ("peer = [1]", "a text in quotes"),
         ("model = ['a']", "a text in quotes"),
-        ("tenant_id = 5", "a text in quotes"),
+        ("tenant_id = 5", 'tenant_id in the configuration file is 5, a number (a text in quotes: tenant_id = "5")'),
+        ("model = 1.5", 'a text in quotes: model = "1.5"'),
+        ("tenant_id = true", "tenant_id in the configuration file is true (a text in quotes)"),
+        (
+            'cache_gb = "3"',
+            "cache_gb in the configuration file is '3', a text (a number from 0.001 to 4096, without quotes: cache_gb = 3.0",
+        ),
+        ('[primary]\ncapacity = "3"', "is '3', a text (a whole number from 1 to 4096, without quotes: capacity = 3)"),
+        ('capacity = "many"', "is 'many', a text (a whole number from 1 to 4096, without quotes)"),
+        ('capacity = "5000"', "is '5000', a text (a whole number from 1 to 4096, without quotes)"),
+        ("capacity = true", "capacity in the configuration file is true (a whole number from 1 to 4096)"),
+        ("cache_gb = false", "cache_gb in the configuration file is false (a number from"),
+        ("capacity = 3.5", "capacity in the configuration file is 3.5 (a whole number from 1 to 4096)"),
+        ("cache_gb = nan", "cache_gb in the configuration file is nan (a number from"),
+        ("network = 5", "network in the configuration file is 5 (one of: "),
         ("kv_policy = 'bounded'", "one of: native, sink-window"),
         ("capcity = 5", "did you mean 'capacity'"),
         ("zzz = 5", "kakeya --help"),
@@ -217,6 +231,13 @@ def test_a_wrong_file_gets_one_line_of_advice(tmp_path: Path, text: str, advice:
         resolve(file=written(tmp_path, text))
     assert advice in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_is_a_text_on_a_command_line_and_in_the_environment() -> None:
+    """Only a file can tell them apart."""
+    assert resolve(flags={"cache_gb": "3"}, environment={"KAKEYA_CAPACITY": "7"}).settings.cache_gb == 3
+    with pytest.raises(ConfigError, match="a number from"):
+        resolve(flags={"cache_gb": "'3'"})
 
 
 def test_a_missing_file_and_a_file_of_other_bytes_are_refused(tmp_path: Path) -> None:
@@ -440,7 +461,7 @@ def test_a_huge_or_deeply_nested_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["9" * 6000, "0x" + "f" * 6000, "9" * 4000, "[0x" + "f" * 6000 + "]"])
-@pytest.mark.parametrize("name", ["capacity", "cache_gb", "adaptive_cache", "node_id", "peer"])
+@pytest.mark.parametrize("name", ["capacity", "cache_gb", "adaptive_cache", "node_id", "peer", "network"])
 def test_a_number_that_is_far_too_long_is_one_short_line(tmp_path: Path, name: str, value: str) -> None:
     file = tmp_path / "kakeya.toml"
     file.write_text(f"{name} = {value}\n", encoding="utf-8")
