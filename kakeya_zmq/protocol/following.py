@@ -43,6 +43,7 @@ class Following:
     ) -> None:
         self._task = task
         self._holdings = holdings
+        self._account = holdings.account
         self._estimates = Estimates(task, rates, holdings.held_by)
         self._flights = flights
         self._store = store
@@ -112,7 +113,7 @@ class Following:
             if self._goal > at_hand:
                 if not self._is_late(forecast, at_hand, now):
                     return []
-                self._holdings.reason(f"another session that prepares the same {self._goal} tokens was too slow")
+                self._account.reason(f"another session that prepares the same {self._goal} tokens was too slow")
                 return [Count("prefill_waits_abandoned"), *self._stop(at_hand)]
         flight.leader = None
         if self._choose(at_hand, now):
@@ -196,7 +197,7 @@ class Following:
         if alone_ms < float("inf"):
             costs["alone"] = round(alone_ms, 3)
             text += f" against {alone_ms:.0f} ms alone"
-        self._holdings.decide(
+        self._account.decide(
             Decision(what="share", chosen="wait for another session", costs_ms=costs, text=text[:TEXT_CHARACTERS_MAX])
         )
 
@@ -207,6 +208,6 @@ class Following:
         gained = at_hand - self._began_at
         if gained <= 0:
             return []
-        self._holdings.reason(f"tokens {self._began_at} to {at_hand} were prepared for another session at the same time")
+        self._account.reason(f"tokens {self._began_at} to {at_hand} were prepared for another session at the same time")
         self._began_at = at_hand
         return [Count("prefills_shared_tokens", gained)]

@@ -91,6 +91,7 @@ class Gathering:
         self._task = task
         self._settings = task.settings
         self._holdings = holdings
+        self._account = holdings.account
         self._rates = rates
         self._floor = floor
         self._holders = CacheHolders(task, holdings, ids, rates)
@@ -200,7 +201,7 @@ class Gathering:
     def _note_left(self, waiting: list[Peer]) -> None:
         if self._holders.reach().position < self._holdings.importable.tokens:
             names = ", ".join(peer.name for peer in waiting)
-            self._holdings.reason(f"{names} had not answered when waiting could save nothing any more")
+            self._account.reason(f"{names} had not answered when waiting could save nothing any more")
 
     def _begin_fetching(self, now: float) -> list[Effect]:
         self.phase = GatherPhase.FETCHING
@@ -217,7 +218,7 @@ class Gathering:
             gap = describe_gap(
                 self._holdings.importable, self._task.facts.requirement, self._holders.available, reach.position
             )
-            self._holdings.reason(f"known cache contents end at token {reach.position}: {gap}" if gap else "")
+            self._account.reason(f"known cache contents end at token {reach.position}: {gap}" if gap else "")
         if reach.position <= self._floor or not self._holdings.missing(reach):
             return self._finish()
         shares = self._holders.shares(reach)
@@ -265,7 +266,7 @@ class Gathering:
         """It has lost what it had promised (an invalidated part, an expired lease): the rest of it is as good as before."""
         peer.presence -= set(fetch.refs)
         peer.fetch = None
-        effects = self._holdings.fallback(f"{peer.name} no longer held {len(fetch.refs)} parts it had announced")
+        effects = self._account.fallback(f"{peer.name} no longer held {len(fetch.refs)} parts it had announced")
         return [Count("fetch_failures"), *effects, *self._plan(now)]
 
     def _lane_event(self, event: PartsReceived | CreditEarned | LaneFinished, now: float) -> list[Effect]:
@@ -298,7 +299,7 @@ class Gathering:
     def _complete(self, peer: Peer, fetch: PeerFetch, transferred_bytes: int, now: float) -> list[Effect]:
         effects: list[Effect] = [Count("fetches_completed")]
         elapsed_ms = (now - fetch.started) * 1000.0
-        self._holdings.spend(origin(peer), 0, elapsed_ms)
+        self._account.spend_time(origin(peer), elapsed_ms)
         if transferred_bytes >= LINK_SAMPLE_BYTES_MIN:
             self._rates.observe_link(peer.view.node_id, transferred_bytes, elapsed_ms, fetch.codec)
         if fetch.ask_open:
@@ -308,7 +309,7 @@ class Gathering:
         if absent:
             # The peer no longer has them, or sent something that does not fit the prompt: don't ask it for these again.
             peer.presence -= absent
-            effects += self._holdings.fallback(f"{peer.name} did not send {len(absent)} parts it had announced")
+            effects += self._account.fallback(f"{peer.name} did not send {len(absent)} parts it had announced")
         peer.fetch = None
         return [*effects, *self._plan(now)]
 
@@ -327,7 +328,7 @@ class Gathering:
             return [*self._lookups.time_out(), *self._begin_fetching(now)]
         if now >= self._stage_deadline:
             late_names = ", ".join(peer.name for peer in self._holders.peers if peer.fetch is not None)
-            effects = self._holdings.fallback(f"fetching from {late_names} took too long")
+            effects = self._account.fallback(f"fetching from {late_names} took too long")
             for peer in self._holders.peers:
                 if peer.fetch is not None:
                     self._fetching.spend_time(peer, now)

@@ -28,6 +28,7 @@ class GatherChoice:
         self._task = task
         self._settings = task.settings
         self._holdings = holdings
+        self._account = holdings.account
         self._rates = rates
         self._floor = floor
         self.estimates = Estimates(task, rates, holdings.held_by)
@@ -39,12 +40,12 @@ class GatherChoice:
         """Whether getting ``shares``, and with them to ``reach``, is the way to take; remembered with its reasons."""
         total = self._holdings.received_bytes + sum(share.size_bytes for share in shares)
         if total > self._settings.max_import_bytes:
-            self._holdings.reason(f"{total / 1e6:.0f} MB from caches are more than the import limit")
+            self._account.reason(f"{total / 1e6:.0f} MB from caches are more than the import limit")
             return False
         choice = self._choose(shares, reach, explore=True)
-        self._holdings.decide(choice.decision("prefix"))
+        self._account.decide(choice.decision("prefix"))
         for text in choice.refusals():
-            self._holdings.reason(text)
+            self._account.reason(text)
         return choice.chosen is not None and choice.chosen.imports
 
     def patience_s(self, known: Sequence[LinkShare], reach: int, waiting: Sequence[PeerView]) -> float:
@@ -84,7 +85,7 @@ class GatherChoice:
         if not is_too_slow(remaining_s, alternative_s):
             fetch.check_at = now + min(CHECK_EVERY_S, max(CHECK_AGAIN_S, alternative_s - remaining_s))
             return ""
-        self._holdings.decide(switch_decision(name, remaining_s, best.name, alternative_s))
+        self._account.decide(switch_decision(name, remaining_s, best.name, alternative_s))
         return f"was too slow: {remaining_s * 1000:.0f} ms more against {alternative_s * 1000:.0f}"
 
     def _choose(self, shares: Sequence[LinkShare], reach: int, *, explore: bool) -> RouteChoice:

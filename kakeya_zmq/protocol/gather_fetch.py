@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kakeya_zmq.planner import MeasuredRates, decide_link_codec
+from kakeya_zmq.protocol.account import Origin
 from kakeya_zmq.protocol.effects import (
     Ask,
     CancelAsk,
@@ -21,7 +22,7 @@ from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask
 from wire.messages import Fetch, LinkCodec, PartRef, SourceKind, TransferGrant
 
 
-def origin(peer: Peer) -> tuple[SourceKind, str]:
+def origin(peer: Peer) -> Origin:
     """What an explanation calls this peer."""
     return (SourceKind.REMOTE_CACHE, peer.view.node_id)
 
@@ -49,6 +50,7 @@ class Fetching:
     ) -> None:
         self._settings = task.settings
         self._holdings = holdings
+        self._account = holdings.account
         self._holders = holders
         self._ids = ids
         self._rates = rates
@@ -68,7 +70,7 @@ class Fetching:
             settings.link_compression, peer.view.node_id, size_bytes, self._rates, frame_bytes=settings.chunk_bytes
         )
         if link.codec is not LinkCodec.NONE:
-            self._holdings.reason(link.describe())
+            self._account.reason(link.describe())
         body = Fetch(
             lease_id=peer.lease_id,
             parts=refs,
@@ -109,7 +111,7 @@ class Fetching:
     def spend_time(self, peer: Peer, now: float) -> None:
         """Account for the time of a fetch that came to nothing."""
         if peer.fetch is not None:
-            self._holdings.spend(origin(peer), 0, (now - peer.fetch.started) * 1000.0)
+            self._account.spend_time(origin(peer), (now - peer.fetch.started) * 1000.0)
 
     def _lane_budget(self, expected: tuple[WantedPart, ...]) -> int:
         """Bytes a new lane may bring: what its parts can have, within what the other lanes leave of the import limit."""

@@ -38,6 +38,7 @@ class CacheHolders:
         self._task = task
         self._settings = task.settings
         self._holdings = holdings
+        self._account = holdings.account
         self._ids = ids
         self._rates = rates
         views = sorted(task.caches, key=link_order)[: self._settings.peers_max]
@@ -56,7 +57,7 @@ class CacheHolders:
     def distrust(self, peer: Peer, what: str) -> list[Effect]:
         """Nothing is wanted of this one for this prompt any more, for what it did."""
         peer.trusted = False
-        return self._holdings.fallback(f"{peer.name} {what}")
+        return self._account.fallback(f"{peer.name} {what}")
 
     def release_leases(self) -> list[Effect]:
         """Give back what the peers keep for this prompt; nobody waits for the answers."""
@@ -71,7 +72,7 @@ class CacheHolders:
     def _left_alone(self, peer: Peer, now: float) -> bool:
         """Whether nothing could be fetched from a peer anyway; one that must help is asked all the same."""
         why = self._rates.backoff.left_alone(peer.view.node_id, now, Trouble.BULK_PORT)
-        self._holdings.reason(f"{peer.name} is {why}" if why else "")
+        self._account.reason(f"{peer.name} is {why}" if why else "")
         return bool(why) and not self._task.remote_required
 
     # --- what they hold ------------------------------------------------------------------------------------------------

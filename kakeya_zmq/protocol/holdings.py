@@ -1,4 +1,4 @@
-"""What one preparation can build a prefix from: the local store, parts that just arrived, and where each came from.
+"""What one preparation can build a prefix from: the local store, and parts that just arrived.
 
 Not a machine: a value store shared by the machines of prompt preparation. Parts that arrive are kept in memory until the
 preparation ends, whatever the local store does with them; so a full or failing store costs nothing but a later hit.
@@ -11,23 +11,16 @@ from dataclasses import dataclass
 
 from kakeya_zmq.blocks import ROOT_HASH, Block, Chain, Part, RawPart, is_intact, needed_parts, raw_part
 from kakeya_zmq.coverage import best_boundary
-from kakeya_zmq.protocol.effects import Count, Effect, Note, WantedPart
-from kakeya_zmq.protocol.prepare_values import PreparationTask, TailHash, ValueSetter
+from kakeya_zmq.protocol.account import Account, Origin
+from kakeya_zmq.protocol.effects import Count, Effect, WantedPart
+from kakeya_zmq.protocol.prepare_values import PreparationTask, TailHash
 from kakeya_zmq.store import BlockStore
 from wire.errors import KakeyaError
 from wire.ids import LeaseId, NodeId
-from wire.limits import TEXT_CHARACTERS_MAX
-from wire.messages import Cut, Decision, PartKind, PartRef, Requirement, Source, SourceKind
+from wire.messages import Cut, PartKind, PartRef, Requirement, SourceKind
 
-REASONS_MAX = 32
-"""Reasons in one explanation: enough for every peer and worker of a prompt to fail in its own way."""
-DECISIONS_MAX = 32
-"""Decisions in one explanation (wire.messages.Explanation): the first ones and, in the last place, the latest."""
 ALTERNATIVE_TAILS_MAX = 16
 """Other prompts' tails tried as deeper positions; each try walks the whole chain."""
-
-Origin = tuple[SourceKind, str]
-"""Source kind and node id ("" for this machine)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +29,11 @@ class Reach:
 
     position: int
     chain: Chain
+
+    @property
+    def blocks(self) -> list[Block]:
+        """Those that it takes."""
+        return [block for block in self.chain.blocks if block.end <= self.position]
 
 
 def estimate_bytes(position: int, requirement: Requirement, part_bytes_per_token: tuple[int, int, int]) -> int:
@@ -61,18 +59,16 @@ class Holdings:
     Args:
         task: the preparation's.
         store: the local store, or None when the session does not use it.
-        set_value: takes gauges and last reasons.
+        account: what comes is written down there. Whoever fills the holdings writes into it as well.
     """
 
-    def __init__(self, task: PreparationTask, store: BlockStore | None, set_value: ValueSetter) -> None:
+    def __init__(self, task: PreparationTask, store: BlockStore | None, account: Account) -> None:
         self._task = task
-        self.set_value = set_value
+        self.account = account
         self._store = store
         self._has_stored = store.presence(task.fingerprint) if store is not None else _holds_nothing
         self._requirement = task.facts.requirement
         self._arrived: dict[PartRef, Part] = {}
-        self._origins: dict[PartRef, Origin] = {}
-        self._spent: dict[Origin, tuple[int, float]] = {}
         self._blocks = {block.block_hash: block for block in task.chain.blocks}
         self._lease_id: LeaseId | None = None
         self._alternatives: dict[bytes, Chain] = {}
@@ -85,10 +81,6 @@ class Holdings:
         self._needed: dict[tuple[int, int], tuple[Chain, tuple[PartRef, ...]]] = {}
         self.held_by: dict[NodeId, int] = {}
         """Position up to which a node said that it can do without computing."""
-        self.reasons: list[str] = []
-        self.last_failure = ""
-        """The latest of the reasons that something failed."""
-        self.decisions: list[Decision] = []
         self.known_to = 0
         """How far something cached, here or elsewhere, begins like this prompt, to the block."""
         self._branches: set[int] = set()
@@ -116,7 +108,7 @@ class Holdings:
             return part
         if self._store is not None:
             self._store.invalidate(ref, fingerprint=self._task.fingerprint)
-        self.reason("a stored part was damaged and is not used")
+        self.account.reason("a stored part was damaged and is not used")
         return None
 
     def reach(self, has: Callable[[PartRef], bool]) -> Reach:
@@ -268,9 +260,8 @@ class Holdings:
                 effects.append(Count("parts_refused"))
                 continue
             self._arrived[ref] = part
-            self._origins[ref] = origin
             self.received_bytes += part.meta.length_bytes
-            self.spend(origin, part.meta.length_bytes, 0.0)
+            self.account.receive(ref, part.meta.length_bytes, origin)
             effects.append(Count("bytes_received", part.meta.length_bytes))
             if origin[0] is SourceKind.WORKER:
                 self._note_new([part])
@@ -389,86 +380,3 @@ class Holdings:
             if self._store is not None:
                 self._store.invalidate(ref, fingerprint=self._task.fingerprint)
         self.new_parts = [part for part in self.new_parts if part.meta.ref not in dropped]
-
-    # --- account ----------------------------------------------------------------------------------------------------
-
-    def spend(self, origin: Origin, size_bytes: int, elapsed_ms: float) -> None:
-        before_bytes, before_ms = self._spent.get(origin, (0, 0.0))
-        self._spent[origin] = (before_bytes + size_bytes, before_ms + elapsed_ms)
-
-    def reason(self, text: str) -> None:
-        """Remember why the prompt did not go better; repeated reasons are kept once."""
-        text = text[:TEXT_CHARACTERS_MAX]
-        if text and text not in self.reasons and len(self.reasons) < REASONS_MAX:
-            self.reasons.append(text)
-
-    def decide(self, decision: Decision) -> None:
-        """Remember a choice of the planner for the explanation; equal ones are kept once."""
-        if decision in self.decisions:
-            return
-        if len(self.decisions) >= DECISIONS_MAX:
-            self.decisions.pop()
-        self.decisions.append(decision)
-
-    def fallback(self, text: str) -> list[Effect]:
-        """Something failed and the next option is taken: count it and give the reason."""
-        self.reason(text)
-        self.last_failure = text
-        self.set_value("last_fallback_reason", text)
-        return [Count("fallbacks"), Note("warning", text[:TEXT_CHARACTERS_MAX])]
-
-    def origin_kinds(self, reach: Reach) -> set[SourceKind]:
-        needed = self.needed(reach)
-        return {self._origins.get(ref, (SourceKind.HOT, ""))[0] for ref in needed}
-
-    def sources(self, start: int, imported: Reach | None, end: int) -> tuple[Source, ...]:
-        """The stretches of [0, end): ``start`` tokens were live, or ``imported`` came from parts, the rest was computed.
-
-        Behind them, as empty stretches, whoever sent something that is not in their names: the bytes add up to what came.
-        """
-        stretches: list[tuple[Origin, int, int]] = []
-        if imported is not None:
-            stretches = self._imported_stretches(imported)
-            start = imported.position
-        elif start > 0:
-            stretches = [((SourceKind.LIVE, ""), 0, start)]
-        if end > start:
-            stretches.append(((SourceKind.COMPUTED, ""), start, end))
-        unreported = dict(self._spent)
-        named = {origin for origin, _, _ in stretches}
-        stretches += [(each, end, end) for each, (size_bytes, _) in self._spent.items() if size_bytes and each not in named]
-        result: list[Source] = []
-        for origin, first, last in stretches:
-            size_bytes, elapsed_ms = unreported.pop(origin, (0, 0.0))
-            kind, node_id = origin
-            result.append(
-                Source(kind=kind, start=first, end=last, node_id=node_id, transfer_bytes=size_bytes, elapsed_ms=elapsed_ms)
-            )
-        return tuple(result)
-
-    def explain_unused(self, imported: Reach | None) -> None:
-        """Give the reason for what came and was in vain."""
-        needed = self.needed(imported) if imported is not None else ()
-        used = {self._origins.get(ref) for ref in needed}
-        for (kind, node_id), (size_bytes, _) in self._spent.items():
-            if size_bytes and (kind, node_id) not in used:
-                whose = "worker" if kind is SourceKind.WORKER else "cache"
-                self.reason(f"{size_bytes} bytes arrived from {whose} {node_id} and were not used")
-
-    def _imported_stretches(self, imported: Reach) -> list[tuple[Origin, int, int]]:
-        needed: dict[bytes, Origin] = {}
-        for ref in self.needed(imported):
-            # Whoever sent any part of a block made it possible.
-            if ref in self._origins or ref.block_hash not in needed:
-                needed[ref.block_hash] = self._origins.get(ref, (SourceKind.HOT, ""))
-        stretches: list[tuple[Origin, int, int]] = []
-        origin: Origin = (SourceKind.HOT, "")
-        # From the back: a block out of which nothing is needed (before the window) belongs to the stretch after it.
-        for block in reversed([block for block in imported.chain.blocks if block.end <= imported.position]):
-            if block.block_hash in needed:
-                origin = needed[block.block_hash]
-            if stretches and stretches[-1][0] == origin:
-                stretches[-1] = (origin, block.start, stretches[-1][2])
-            else:
-                stretches.append((origin, block.start, block.end))
-        return stretches[::-1]

@@ -1,8 +1,7 @@
 """Offloading: have a prefill worker compute the rest of a prefix and keep the parts it streams back.
 
 Rules
- 1. Workers are tried one after another, cheapest first, only those that pay (all of them when remote is required); one
-    that was left as too slow is tried once more when those it was left for have failed. The whole stage ends by
+ 1. Workers are tried one after another, in the order that .offload_choice tells. The whole stage ends by
     ``worker_timeout_s``.
  2. A job asks for the parts that a hit at the target needs beyond the deepest position already at hand. What a failed
     worker has sent is kept: the next one is asked for less. Where a hit needs parts that a later one does not (a window, a
@@ -13,9 +12,6 @@ Rules
  4. The prompt travels sealed for holders of the tenant's key, and a worker proves with its first word that it has it
     (wire.job_seal). Until then nothing it says counts. Whoever cannot is reported; whoever says nothing for PROVE_WITHIN_S
     is given up. Both are left alone for a while, and the job goes to another one or is done here.
-    Of those that have never proven themselves here, newcomers, one prompt waits for one only: for its first word, as long as
-    it takes there and back, at least a second. Who costs that time without proof, whatever it says then, is left alone, and
-    for some seconds so are all newcomers. Where remote is required they are tried last, and with patience at the very end.
  5. A worker that says nothing for ``worker_stall_timeout_s`` plus the time it needs for two segments, the waiting time it
     announced aside, is given up.
 
@@ -50,18 +46,11 @@ from kakeya_zmq.protocol.effects import (
     SendUpdate,
 )
 from kakeya_zmq.protocol.estimates import Estimates
-from kakeya_zmq.protocol.hedge import CHECK_AGAIN_S, CHECK_EVERY_S, is_too_slow, switch_decision
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.offload_attempt import Attempt, Attempts
-from kakeya_zmq.protocol.offload_seal import (
-    COST_TIME,
-    COULD_NOT_OPEN,
-    NEWCOMER_PROVES_WITHIN_S,
-    UNANSWERED,
-    WITHOUT_PROOF,
-)
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress, WorkerView
-from kakeya_zmq.protocol.routes import RouteChoice, choose_route
+from kakeya_zmq.protocol.offload_choice import WorkerChoice
+from kakeya_zmq.protocol.offload_seal import COULD_NOT_OPEN, UNANSWERED, WITHOUT_PROOF
+from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
 from wire.errors import FailureCode
 from wire.ids import NodeId
 from wire.messages import Credit, JobAccepted, JobProgress, JobResult, SourceKind, TransferDone, TransferGrant
@@ -99,18 +88,12 @@ class Offload:
         self._task = task
         self._settings = task.settings
         self._holdings = holdings
+        self._account = holdings.account
         self._ids = ids
         self._rates = rates
-        self._estimates = Estimates(task, rates, holdings.held_by)
-        self._attempts = Attempts(task, holdings, ids, rates, self._estimates, random_bytes)
-        self._tried: set[NodeId] = set()
-        self._left: set[NodeId] = set()
-        """Those of the tried that did not fail, but were too slow; where remote is required, those left alone as well."""
-        self._newcomers_s = 0.0
-        """What those that proved nothing have cost in all."""
-        self._no_newcomers = False
-        """None is tried any more: one has cost time, now or shortly before."""
-        self._tried_again: set[NodeId] = set()
+        estimates = Estimates(task, rates, holdings.held_by)
+        self._attempts = Attempts(task, holdings, ids, rates, estimates, random_bytes)
+        self._choice = WorkerChoice(task, holdings, rates, estimates)
         self._attempt: Attempt | None = None
         self._closing: dict[AskId, NodeId] = {}
         self._stage_deadline = 0.0
@@ -148,7 +131,7 @@ class Offload:
 
     def start(self, now: float) -> list[Effect]:
         self.phase = OffloadPhase.RUNNING
-        self._leave_alone(now)
+        self._choice.pass_over(now)
         self._stage_deadline = now + self._settings.worker_timeout_s
         return self._next(now)
 
@@ -178,73 +161,22 @@ class Offload:
         self.phase = OffloadPhase.FINISHED
         return effects
 
-    def _leave_alone(self, now: float) -> None:
-        """Pass over the workers from which nothing came lately, unless there is no other way."""
-        backoff, required = self._rates.backoff, self._task.remote_required
-        for worker in self._task.workers:
-            why = backoff.left_alone(worker.node_id, now, Trouble.BULK_PORT, Trouble.JOB)
-            if why:
-                self._tried.add(worker.node_id)
-            if why and required:
-                self._left.add(worker.node_id)  # for when nobody else is left
-            elif why:
-                self._holdings.reason(f"worker {worker.node_id} is {why}")
-        wait_s = backoff.newcomers_left_alone_s(now)
-        if wait_s > 0 and not required and any(self._is_newcomer(worker) for worker in self._task.workers):
-            self._no_newcomers = True
-            self._holdings.reason(
-                f"workers that never proved to have the tenant's key are left alone for {wait_s:.0f} s more"
-            )
-
-    def _is_newcomer(self, worker: WorkerView) -> bool:
-        return self._rates.backoff.is_newcomer(worker.identity_public_key)
-
-    def _is_open(self, worker: WorkerView) -> bool:
-        """Whether it may be tried next."""
-        return worker.node_id not in self._tried and not (self._no_newcomers and self._is_newcomer(worker))
-
-    # --- choice ------------------------------------------------------------------------------------------------------
-
-    def _choice(self, *, explore: bool) -> RouteChoice:
-        """The workers that were not tried yet, and computing here."""
-        base = self._holdings.job_base()
-        at_hand = max(self._task.live_position, self._holdings.reach(self._holdings.has).position)
-        worth_it = self._estimates.worth_a_job(self._task.target - at_hand)
-        workers = [worker for worker in self._estimates.workers() if worth_it and self._is_open(worker)]
-        return choose_route(
-            [*(self._estimates.job(worker, base, at_hand) for worker in workers), self._estimates.here(at_hand)],
-            minimum_savings_ratio=self._settings.minimum_savings_ratio,
-            remote_required=self._task.remote_required,
-            passed_over=self._rates.passed_over if explore else None,
-        )
-
     def _next(self, now: float) -> list[Effect]:
         """Ask the worker that is best now; finish when nothing is missing, or none is left that pays."""
         task = self._task
         base = self._holdings.job_base()
         node_id: NodeId | None = None
         if base < task.target and now < self._stage_deadline:
-            node_id = self._best()
-            if node_id is None and task.remote_required and self._left:
-                self._reconsider_left()
-                node_id = self._best()
+            node_id = self._choice.next_worker()
         if node_id is None:
             self.phase = OffloadPhase.FINISHED
             return []
-        self._tried.add(node_id)
         self._holdings.hold(Reach(base, task.chain), now)
-        last = node_id in self._tried_again or not any(map(self._is_open, self._estimates.workers()))
-        attempt = self._attempt = self._attempts.begin(node_id, base, now, patient=task.remote_required and last)
+        patient = self._choice.wants_patience(node_id)
+        attempt = self._attempt = self._attempts.begin(node_id, base, now, patient=patient)
         self._report(base, task.target)
         submission = self._attempts.submission(attempt, max(0.001, self._stage_deadline - now))
         return [Count("remote_jobs"), submission]
-
-    def _best(self) -> NodeId | None:
-        choice = self._choice(explore=not self._tried)
-        self._holdings.decide(choice.decision("rest"))
-        for text in choice.refusals():
-            self._holdings.reason(text)
-        return choice.chosen.worker if choice.chosen is not None else None
 
     # --- one attempt -------------------------------------------------------------------------------------------------
 
@@ -340,7 +272,7 @@ class Offload:
         self._rates.backoff.succeeded(attempt.node_id, Trouble.JOB)
         if self._holdings.missing(Reach(self._task.target, self._task.chain)):
             return self._fail("sent less than was needed", now)
-        self._holdings.spend((SourceKind.WORKER, attempt.node_id), 0, (now - attempt.started) * 1000.0)
+        self._account.spend_time((SourceKind.WORKER, attempt.node_id), (now - attempt.started) * 1000.0)
         self._attempt = None
         self.phase = OffloadPhase.FINISHED
         self._report(self._task.target, self._task.target)
@@ -354,55 +286,27 @@ class Offload:
         attempt = self._attempt
         if attempt is None:
             return []
-        self._holdings.spend((SourceKind.WORKER, attempt.node_id), 0, (now - attempt.started) * 1000.0)
+        self._account.spend_time((SourceKind.WORKER, attempt.node_id), (now - attempt.started) * 1000.0)
         if attempt.newcomer:
-            self._charge_newcomer(attempt, now)
+            self._choice.charge_newcomer(attempt, now)
         effects = self._drop_attempt(what)
         effects.append(Count("hedges") if slow else Count("remote_job_failures"))
         if slow:
-            self._left |= {attempt.node_id} - self._tried_again
+            self._choice.set_aside(attempt.node_id)
         else:
-            self._reconsider_left()
-        effects += self._holdings.fallback(f"worker {attempt.node_id} {what}")
+            self._choice.reconsider()
+        effects += self._account.fallback(f"worker {attempt.node_id} {what}")
         return [*effects, *self._next(now)]
-
-    def _charge_newcomer(self, attempt: Attempt, now: float) -> None:
-        """It has proven nothing. When it has cost time, alone or with others before it, that is not to happen again soon."""
-        self._newcomers_s += now - attempt.started
-        if not attempt.cost_time(now) and self._newcomers_s < NEWCOMER_PROVES_WITHIN_S:
-            return
-        backoff, required = self._rates.backoff, self._task.remote_required
-        backoff.failed(attempt.node_id, Trouble.JOB, f"it {COST_TIME}", now)
-        backoff.newcomer_cost_time(now)
-        self._no_newcomers = not required
-        if required and not attempt.patient:
-            self._left |= {attempt.node_id} - self._tried_again
-
-    def _reconsider_left(self) -> None:
-        """What the slow workers were left for has failed: once nobody else is there, they may be asked again, each once."""
-        if all(worker.node_id in self._tried for worker in self._task.workers):
-            self._tried -= self._left
-            self._tried_again |= self._left
-            self._left.clear()
 
     def _check(self, attempt: Attempt, now: float) -> list[Effect]:
         """Leave the worker when the best way without it would have won."""
-        remaining_s = attempt.remaining_s(now)
-        best = self._choice(explore=False).chosen
-        if best is None or not attempt.computing.observed(now):
-            attempt.check_at = now + CHECK_EVERY_S
+        why = self._choice.left_because(attempt, now)
+        if not why:
             return []
-        alternative_s = best.cost_ms / 1000.0
-        if not is_too_slow(remaining_s, alternative_s):
-            attempt.check_at = now + min(CHECK_EVERY_S, max(CHECK_AGAIN_S, alternative_s - remaining_s))
-            return []
-        name = f"worker {attempt.node_id}"
-        self._holdings.decide(switch_decision(name, remaining_s, best.name, alternative_s))
         if attempt.computing.begun is not None:
-            projected_ms = (now - attempt.computing.begun + remaining_s) * 1000.0
+            projected_ms = (now - attempt.computing.begun + attempt.remaining_s(now)) * 1000.0
             self._rates.worker_was_left(attempt.node_id, int(attempt.computing.total), projected_ms)
-        what = f"was too slow: {remaining_s * 1000:.0f} ms more against {alternative_s * 1000:.0f}"
-        return self._fail(what, now, slow=True)
+        return self._fail(why, now, slow=True)
 
     def _drop_attempt(self, reason: str) -> list[Effect]:
         attempt, self._attempt = self._attempt, None
@@ -430,8 +334,8 @@ class Offload:
 
     def _report(self, done: int, total: int) -> None:
         target = self._task.target
-        self._holdings.set_value("remote_job_tokens_total", min(total, target))
-        self._holdings.set_value("remote_job_tokens_computed", min(done, target))
+        self._account.set_value("remote_job_tokens_total", min(total, target))
+        self._account.set_value("remote_job_tokens_computed", min(done, target))
         before = self.progress.tokens_done if self.progress is not None else 0
         # A second worker may start below the first one's mark; what a user sees never goes back.
         self.progress = Progress(max(before, min(done, target)), target, SourceKind.WORKER)

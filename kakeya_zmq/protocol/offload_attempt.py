@@ -101,6 +101,7 @@ class Attempts:
         self._task = task
         self._settings = task.settings
         self._holdings = holdings
+        self._account = holdings.account
         self._ids = ids
         self._rates = rates
         self._estimates = estimates
@@ -152,7 +153,7 @@ class Attempts:
             settings.link_compression, attempt.node_id, size_bytes, self._rates, frame_bytes=settings.chunk_bytes
         )
         if link.codec is not LinkCodec.NONE:
-            self._holdings.reason(link.describe())
+            self._account.reason(link.describe())
         body = SubmitJob(
             job_id=attempt.job.job_id,
             fingerprint=task.fingerprint,

@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from kakeya_zmq.blocks import Block, Part
 from kakeya_zmq.coverage import describe_gap
 from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.account import Account
 from kakeya_zmq.protocol.effects import (
     CancelCommand,
     CommandEnded,
@@ -99,7 +100,8 @@ class PromptPreparation:
         self._store = store
         self._ids = ids
         self._rates = rates
-        self._holdings = Holdings(task, store, set_value)
+        self._account = Account(set_value)
+        self._holdings = Holdings(task, store, self._account)
         self._hash_tail = hash_tail
         captures = store is not None or task.publish
         self._engine = EngineSession(task, self._holdings, ids, rates, captures=captures)
@@ -129,7 +131,7 @@ class PromptPreparation:
         if self.position == self._engine.live:
             return Progress(self.position, target, SourceKind.LIVE)
         if imported is not None and self.position == imported.position:
-            return Progress(self.position, target, max(self._holdings.origin_kinds(imported)))
+            return Progress(self.position, target, max(self._account.origin_kinds(self._holdings.needed(imported))))
         return Progress(self.position, target, SourceKind.COMPUTED)
 
     @property
@@ -171,7 +173,7 @@ class PromptPreparation:
             return self._apply(now, reach)
         holdings.hold(reach, now)
         for hint in task.hints:
-            holdings.reason(hint)
+            self._account.reason(hint)
         effects = self._sharing.start(floor, now)
         if self._sharing.waiting:
             self._enter(Phase.FOLLOW)
@@ -211,9 +213,9 @@ class PromptPreparation:
         floor = max(self.position, reach.position)
         if self._store is not None:
             gap = describe_gap(holdings.importable, task.facts.requirement, holdings.has, reach.position)
-            holdings.reason(f"own cache ends at token {reach.position}: {gap}" if gap else "")
+            self._account.reason(f"own cache ends at token {reach.position}: {gap}" if gap else "")
         if holdings.importable.tokens < task.target:
-            holdings.reason(over_limit(holdings.importable.tokens))
+            self._account.reason(over_limit(holdings.importable.tokens))
         if self._wants_help(task.target - floor) and task.caches:
             self._enter(Phase.GATHER)
             self._gathering = Gathering(task, holdings, self._ids, self._rates, self._hash_tail, floor)
@@ -297,7 +299,7 @@ class PromptPreparation:
             return True
         wanted = remaining_tokens >= task.settings.remote_minimum_tokens
         if not wanted and (task.caches or task.workers):
-            self._holdings.reason(f"{remaining_tokens} tokens are too few to ask the fleet")
+            self._account.reason(f"{remaining_tokens} tokens are too few to ask the fleet")
         return wanted
 
     def _after_gather(self, now: float) -> list[Effect]:
@@ -313,7 +315,7 @@ class PromptPreparation:
             return self._apply(now, reach)
         why = why_no_job(task, self._holdings)
         if why:
-            self._holdings.reason(why)
+            self._account.reason(why)
             return self._apply(now, reach)
         self._enter(Phase.OFFLOAD)
         effects = self._offload.start(now)
@@ -346,7 +348,7 @@ class PromptPreparation:
             self._enter(Phase.IMPORT)
             return importing
         text = "a part was evicted or damaged before its import"
-        effects = holdings.fallback(text)
+        effects = self._account.fallback(text)
         if task.remote_required:
             self._failure = text
             return [*effects, *self._finish(now)]

@@ -42,6 +42,7 @@ class EngineSession:
     ) -> None:
         self._task = task
         self._holdings = holdings
+        self._account = holdings.account
         self._ids = ids
         self._rates = rates
         self._captures = captures
@@ -94,7 +95,7 @@ class EngineSession:
     def forget_import(self) -> list[Effect]:
         """The engine has refused the parts: nobody shall try them again."""
         effects: list[Effect] = [Count("import_failures")]
-        effects += self._holdings.fallback(f"import failed: {self.failure or STOPPED_EARLY}")
+        effects += self._account.fallback(f"import failed: {self.failure or STOPPED_EARLY}")
         if self.imported is not None:
             self._holdings.invalidate(self.imported)
         self.imported = None
@@ -165,7 +166,7 @@ class EngineSession:
         self._rates.observe_local(computed, segment.elapsed_ms)
         effects: list[Effect] = [Count("tokens_computed", computed)]
         if segment.parts_not_encoded:
-            self._holdings.reason(KV_NOT_ENCODED)
+            self._account.reason(KV_NOT_ENCODED)
             effects.append(Count("parts_not_encoded", segment.parts_not_encoded))
         try:
             parts = bind_parts(self._task.chain, segment.parts)

@@ -30,30 +30,32 @@ def shortfall(task: PreparationTask, holdings: Holdings, there: int) -> str:
 def _causes_of_shortfall(task: PreparationTask, holdings: Holdings) -> list[str]:
     if holdings.importable.tokens < task.target:
         return [over_limit(holdings.importable.tokens)]
-    causes = [holdings.last_failure] if holdings.last_failure else []
+    account = holdings.account
+    causes = [account.last_failure] if account.last_failure else []
     if not task.workers:
         causes += [*task.hints, task.no_worker]
         causes += [] if task.caches else ["no cache is known"]
-    return causes or holdings.reasons[-1:] or ["nothing that could help is known"]
+    return causes or account.reasons[-1:] or ["nothing that could help is known"]
 
 
 def explain(task: PreparationTask, holdings: Holdings, engine: EngineSession, elapsed_s: float) -> Explanation:
     """The explanation that the client gets."""
+    account, reach = holdings.account, engine.imported
     diverged_at, known_to = holdings.diverged_at, holdings.known_to
     if known_to <= task.live_position:
         diverged_at = None
     elif diverged_at is not None:
-        holdings.reason(f"diverged at token {diverged_at} from everything cached that begins like it")
+        account.reason(f"diverged at token {diverged_at} from everything cached that begins like it")
     elif known_to < task.target:
-        holdings.reason(f"nothing cached is known beyond token {known_to}")
-    holdings.explain_unused(engine.imported)
-    live = engine.live if engine.imported is None else 0
+        account.reason(f"nothing cached is known beyond token {known_to}")
+    used = holdings.needed(reach) if reach is not None else ()
+    account.explain_unused(used)
     return Explanation(
         prompt_tokens=len(task.tokens),
-        sources=holdings.sources(live, engine.imported, engine.position),
-        reasons=tuple(holdings.reasons),
+        sources=account.sources(engine.live, reach.blocks if reach is not None else (), used, engine.position),
+        reasons=tuple(account.reasons),
         elapsed_ms=max(0.0, elapsed_s * 1000.0),
-        decisions=tuple(holdings.decisions),
+        decisions=tuple(account.decisions),
         diverged_at=diverged_at,
     )
 
@@ -64,5 +66,5 @@ def count_reuse(task: PreparationTask, holdings: Holdings, engine: EngineSession
     if reach is None:
         # The session's own KV is no hit of a cache; a prompt that had to begin at nothing is a miss.
         return [Count("misses")] if engine.live == 0 and task.target > 0 else []
-    remote = holdings.origin_kinds(reach) & {SourceKind.REMOTE_CACHE, SourceKind.WORKER}
+    remote = holdings.account.origin_kinds(holdings.needed(reach)) & {SourceKind.REMOTE_CACHE, SourceKind.WORKER}
     return [Count("remote_hits" if remote else "local_hits"), Count("tokens_reused", reach.position)]

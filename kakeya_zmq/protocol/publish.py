@@ -8,10 +8,7 @@ Rules
     prefix computed twice lands on the same peer.
  3. A failed delivery is tried once more, on another peer if there is one. Every attempt ends as a success or a failure in
     the counters.
-    A peer that had no room, or does not take this namespace, is passed over for a while: what would have gone to it goes to
-    the next in rank, also what waits already. Fullness is learned from answers, not from cards: a store that evicts is
-    always full, and takes new parts all the same.
-    So is a peer whose bulk port could not be reached (.backoff, shared with fetches and jobs).
+    A peer that would only fail again is passed over for a while (.publish_queue).
  4. One delivery a peer at a time: a peer that hangs delays what is for it, and nothing that is for others.
  5. Payloads are referenced, never copied.
 
@@ -22,9 +19,8 @@ nothing skips to the result. Each delivery has a stall clock that every event of
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from kakeya_zmq.backoff import Trouble
 from kakeya_zmq.blocks import Part
@@ -48,6 +44,7 @@ from kakeya_zmq.protocol.effects import (
     Tick,
 )
 from kakeya_zmq.protocol.prepare_values import IdAllocator, ValueSetter
+from kakeya_zmq.protocol.publish_queue import Delivery, DeliveryQueue, Recipients, batches
 from wire import limits
 from wire.cards import Card
 from wire.codec import unpack_bitmap
@@ -124,25 +121,9 @@ class DeliveryPhase(enum.Enum):
     AWAITING_RESULT = enum.auto()
 
 
-@dataclass(frozen=True, slots=True)
-class _Delivery:
-    """Parts for one peer; ``spares`` are tried after it fails."""
-
-    fingerprint: bytes
-    parts: tuple[Part, ...]
-    node_id: NodeId
-    spares: tuple[NodeId, ...]
-    attempt: int = 1
-    cuts: tuple[Cut, ...] = ()
-    size_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size_bytes", sum(part.meta.length_bytes for part in self.parts))
-
-
 @dataclass(slots=True, eq=False)
 class _Active:
-    delivery: _Delivery
+    delivery: Delivery
     ask: AskId
     deadline: float
     stall_deadline: float
@@ -178,11 +159,11 @@ class Publisher:
         self._ids = ids
         self._set_value = set_value
         self._rates = MeasuredRates() if rates is None else rates
-        self._queue: deque[_Delivery] = deque()
-        self._queue_bytes = 0
+        self._recipients = Recipients(self._rates.backoff)
+        self._queue = DeliveryQueue(
+            self._recipients, deliveries_max=settings.queue_deliveries_max, bytes_max=settings.queue_bytes_max
+        )
         self._active: list[_Active] = []
-        self._paused: dict[tuple[NodeId, bytes], float] = {}
-        """Peers that are passed over for a fingerprint, and until when."""
         self._took: dict[NodeId, float] = {}
 
     @property
@@ -228,15 +209,16 @@ class Publisher:
         # A turn's append and its answer may both have exported a block; a peer refuses an offer that names a part twice.
         distinct = {part.meta.ref: part for part in parts}.values()
         ordered = sorted(distinct, key=lambda part: (part.meta.start, part.meta.kind))
-        ranked = rank_replicas(ordered[0].meta.block_hash, self._willing(peers, fingerprint, now))
+        ranked = rank_replicas(ordered[0].meta.block_hash, self._recipients.willing(peers, fingerprint, now))
+        runs = batches(ordered, parts_max=self._settings.batch_parts_max, bytes_max=self._settings.batch_bytes_max)
         if not ranked:
-            return [Count("publish_dropped", len(self._batches(ordered)))]
+            return [Count("publish_dropped", len(runs))]
         effects: list[Effect] = []
-        for batch in self._batches(ordered):
+        for batch in runs:
             hashes = {part.meta.block_hash for part in batch}
             own = tuple(cut for cut in cuts if cut.within in hashes)[: limits.PARTS_PER_MANIFEST_MAX]
             for node_id in ranked[:replicas]:
-                effects += self._enqueue(_Delivery(fingerprint, batch, node_id, ranked[replicas:], cuts=own))
+                effects += self._enqueue(Delivery(fingerprint, batch, node_id, ranked[replicas:], cuts=own))
         return [*effects, *self._begin_waiting(now)]
 
     def on(self, event: HostEvent, now: float) -> list[Effect]:
@@ -265,67 +247,20 @@ class Publisher:
         for active in list(self._active):
             effects += self._end(active, "shutting down", ok=False, cancel=True)
         self._queue.clear()
-        self._queue_bytes = 0
         return effects
 
-    # --- queue -------------------------------------------------------------------------------------------------------
+    # --- what waits --------------------------------------------------------------------------------------------------
 
-    def _batches(self, parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-        batches: list[tuple[Part, ...]] = []
-        batch: list[Part] = []
-        size_bytes = 0
-        for part in parts:
-            too_large = size_bytes + part.meta.length_bytes > self._settings.batch_bytes_max
-            if batch and (too_large or len(batch) == self._settings.batch_parts_max):
-                batches.append(tuple(batch))
-                batch, size_bytes = [], 0
-            batch.append(part)
-            size_bytes += part.meta.length_bytes
-        return [*batches, tuple(batch)]
-
-    def _enqueue(self, delivery: _Delivery) -> list[Effect]:
-        self._queue.append(delivery)
-        self._queue_bytes += delivery.size_bytes
-        dropped = 0
-        # The newest delivery stays even when it alone is over the byte bound: a batch is bounded by itself.
-        while len(self._queue) > 1 and (
-            len(self._queue) > self._settings.queue_deliveries_max or self._queue_bytes > self._settings.queue_bytes_max
-        ):
-            self._queue_bytes -= self._queue.popleft().size_bytes
-            dropped += 1
+    def _enqueue(self, delivery: Delivery) -> list[Effect]:
+        dropped = self._queue.add(delivery)
         return [Count("publish_dropped", dropped)] if dropped else []
 
     def _begin_waiting(self, now: float) -> list[Effect]:
-        effects: list[Effect] = []
-        waiting, self._queue = self._queue, deque()
-        busy = {active.delivery.node_id for active in self._active}
-        for delivery in waiting:
-            directed = self._redirected(delivery, now)
-            if len(self._active) >= self._settings.in_flight_max or directed.node_id in busy:
-                self._queue.append(delivery)
-                continue
-            busy.add(directed.node_id)
-            self._queue_bytes -= delivery.size_bytes
-            effects += self._begin(directed, now)
-        return effects
+        busy = [active.delivery.node_id for active in self._active]
+        begun = self._queue.take(self._settings.in_flight_max - len(busy), busy, now)
+        return [effect for delivery in begun for effect in self._begin(delivery, now)]
 
-    def _willing(self, peers: Iterable[NodeId], fingerprint: bytes, now: float) -> tuple[NodeId, ...]:
-        self._paused = {key: until for key, until in self._paused.items() if now < until}
-        backoff = self._rates.backoff
-        return tuple(
-            peer
-            for peer in peers
-            if (peer, fingerprint) not in self._paused and not backoff.left_alone(peer, now, Trouble.BULK_PORT)
-        )
-
-    def _redirected(self, delivery: _Delivery, now: float) -> _Delivery:
-        """The delivery for its next spare, when its peer turned out to be no use since it was queued."""
-        if self._willing((delivery.node_id,), delivery.fingerprint, now):
-            return delivery
-        spares = self._willing(delivery.spares, delivery.fingerprint, now)
-        return replace(delivery, node_id=spares[0], spares=spares[1:]) if spares else delivery
-
-    def _begin(self, delivery: _Delivery, now: float) -> list[Effect]:
+    def _begin(self, delivery: Delivery, now: float) -> list[Effect]:
         settings = self._settings
         ask = self._ids.ask()
         self._active.append(
@@ -364,9 +299,9 @@ class Publisher:
                 return self._fail(active, "was answered with something else", now, cancel=False)
             case AskFailed(code=code, message=message):
                 if code is FailureCode.RESOURCE_EXHAUSTED:
-                    self._pause(active, now + self._settings.full_pause_s)
+                    self._recipients.pause(active.delivery, now + self._settings.full_pause_s)
                 elif code in _UNWILLING:
-                    self._pause(active, now + self._settings.unwilling_pause_s)
+                    self._recipients.pause(active.delivery, now + self._settings.unwilling_pause_s)
                 what = f"failed ({code.name.lower().replace('_', ' ')}: {message})"
                 return self._fail(active, what, now, cancel=False)
 
@@ -404,7 +339,7 @@ class Publisher:
         if kept == 0 and result.refused_parts > 0:
             if active.phase is DeliveryPhase.OFFERED:
                 # Refused before anything was sent: it has no room. A transfer that broke says nothing about room.
-                self._pause(active, now + self._settings.full_pause_s)
+                self._recipients.pause(active.delivery, now + self._settings.full_pause_s)
             return self._fail(active, "was refused", now, cancel=False)
         self._took[active.delivery.node_id] = now
         effects: list[Effect] = [Count("publish_successes")]
@@ -423,19 +358,13 @@ class Publisher:
         self._rates.backoff.failed(active.delivery.node_id, Trouble.BULK_PORT, _NOTHING_TAKEN, now)
         return f"timed out: {_NOTHING_TAKEN}"
 
-    def _pause(self, active: _Active, until: float) -> None:
-        self._paused[active.delivery.node_id, active.delivery.fingerprint] = until
-
     def _fail(self, active: _Active, what: str, now: float, *, cancel: bool = True) -> list[Effect]:
         delivery = active.delivery
         effects = [*self._end(active, what, ok=False, cancel=cancel), Count("publish_failures")]
         self._set_value("last_publish_error", f"publish to {delivery.node_id} {what}")
         if delivery.attempt >= self._settings.attempts_max:
             return effects
-        willing = self._willing(delivery.spares, delivery.fingerprint, now)
-        node_id, *spares = willing or delivery.spares or (delivery.node_id,)
-        retry = replace(delivery, node_id=node_id, spares=tuple(spares), attempt=delivery.attempt + 1)
-        return [*effects, *self._enqueue(retry)]
+        return [*effects, *self._enqueue(self._recipients.retried(delivery, now))]
 
     def _end(self, active: _Active, reason: str, *, ok: bool, cancel: bool) -> list[Effect]:
         self._active.remove(active)

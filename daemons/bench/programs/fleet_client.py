@@ -21,6 +21,7 @@ from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import parse_address
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol import effects as fx
+from kakeya_zmq.protocol.account import Account
 from kakeya_zmq.protocol.gather import Gathering
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, TailHash
@@ -160,7 +161,7 @@ class FleetClient:
             RequestFailed: not all of it came.
         """
         done: queue.SimpleQueue[float] = queue.SimpleQueue()
-        holdings = Holdings(task, store, lambda name, value: None)
+        holdings = Holdings(task, store, Account(lambda name, value: None))
 
         def begin() -> None:
             effects = self._machine.begin(
@@ -177,7 +178,7 @@ class FleetClient:
         reach = Reach(task.target, task.chain)
         parts = self.reactor.call(lambda: holdings.collect(reach, self.reactor.clock()))
         if parts is None or self.reactor.call(lambda: holdings.missing(reach)):
-            raise RequestFailed(FailureCode.UNAVAILABLE, "; ".join(holdings.reasons) or "the fetch is incomplete")
+            raise RequestFailed(FailureCode.UNAVAILABLE, "; ".join(holdings.account.reasons) or "the fetch is incomplete")
         return Fetched(task.target, parts, holdings.received_bytes, ended - started)
 
     def close(self) -> None:
