@@ -11,6 +11,7 @@ Rules
 * What is leased or pinned is not evicted; reserved room is not used for anything else. A put or a reservation that can't
   have its room without breaking this raises CapacityError. What to evict: :mod:`kakeya_zmq.store_index`; a chain never
   evicts its own beginning to store its end.
+* A store has places for so many parts, too, and nothing that a single call does takes longer the more there are of them.
 * Leases of one other node hold fast a quarter of the store (of a quota, in its namespace). What it has leased beyond that
   ends when somebody else needs the room and nothing else gives it: :mod:`kakeya_zmq.store_leases`.
 * Time comes in as ``now`` (seconds, monotonic). A lease has expired when ``now >= expires_at``.
@@ -21,9 +22,11 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 
 from kakeya_zmq.blocks import Part, byte_view
-from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
+from kakeya_zmq.store_blocks import HeldBlock, HeldPart
+from kakeya_zmq.store_index import TAILS_LOOKED_AT_MAX, BlockTree
 from kakeya_zmq.store_leases import LeaseTable
 from kakeya_zmq.store_log import EventLog
 from kakeya_zmq.store_lookup import ROWS
@@ -280,11 +283,13 @@ class BlockStore(StoreReading):
 
     def _limit_tails(self, newest: HeldBlock) -> None:
         """Drop the oldest tails under the parent of a block just stored, as far as they are not held fast."""
-        tails = newest.namespace.tails.get(newest.parent_hash, ())
+        tails = newest.namespace.tails.get(newest.parent_hash, {})
         excess = len(tails) - limits.TAILS_PER_PARENT_MAX
         if excess <= 0 or newest.token_count >= newest.namespace.full_tokens:
             return
-        for block in [b for b in tails if not b.locked and b is not newest and b.children is None][:excess]:
+        oldest = list(islice(tails, TAILS_LOOKED_AT_MAX))
+        may_go = [block for block in oldest if not block.locked and block is not newest and block.children is None]
+        for block in may_go[:excess]:
             self._room.evict(block.parts())
 
     # --- recency, pins, leases -----------------------------------------------------------------------------------
@@ -439,9 +444,7 @@ class BlockStore(StoreReading):
         """Drop every part, lease and pin; reservations stay, their work is under way. Returns the bytes that went."""
         dropped_bytes = self._room.bytes_used
         self._leases.clear()
-        for block in list(self._tree.all_blocks()):
-            for held in block.parts():
-                self._room.drop(held, "invalidated")
+        self._room.clear()
         return dropped_bytes
 
     # --- bookkeeping ---------------------------------------------------------------------------------------------

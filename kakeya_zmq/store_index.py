@@ -13,216 +13,22 @@ Rules
 * A *tail* is a block shorter than the longest block its namespace has seen: full blocks are all of one length.
 * A namespace has an index of its own: a hash means nothing outside of it. Equal hashes in two namespaces are two blocks,
   so who may use one namespace learns nothing of another one and takes no place in it. What goes first is compared over all.
-
-Memory matters here: a store holds up to millions of parts. Everything is slotted, hashes are kept once, descriptions are
-rebuilt when they are asked for.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Final
 
-from kakeya_zmq.blocks import ROOT_HASH, Part
-from wire.limits import HASH_BYTES
-from wire.messages import PartKind, PartMeta, PartRef
+from kakeya_zmq.blocks import ROOT_HASH
+from kakeya_zmq.store_blocks import HeldBlock, HeldPart, Namespace
+from wire.messages import PartMeta
 
-NOT_QUEUED = -1
-
-
-class HeldPart:
-    """One part in the store; ``payload`` is bytes or a byte view. ``locks`` counts leases and pins."""
-
-    __slots__ = ("block", "kind", "locks", "payload", "proof", "queued_stamp", "stamp")
-
-    def __init__(self, block: HeldBlock, meta: PartMeta, payload: bytes | memoryview, stamp: int) -> None:
-        self.block = block
-        self.kind = PartKind(meta.kind)
-        self.proof = meta.digest + meta.checksum  # one object: a second one would cost 41 bytes
-        self.payload = payload
-        self.locks = 0
-        self.stamp = stamp
-        self.queued_stamp = NOT_QUEUED
-
-    def __lt__(self, other: HeldPart) -> bool:
-        """Order in the heap of interior windows."""
-        if self.queued_stamp != other.queued_stamp:
-            return self.queued_stamp < other.queued_stamp
-        return self.block.start < other.block.start
-
-    @property
-    def length_bytes(self) -> int:
-        return len(self.payload)
-
-    @property
-    def ref(self) -> PartRef:
-        return PartRef(block_hash=self.block.block_hash, kind=self.kind)
-
-    def as_part(self) -> Part:
-        block = self.block
-        meta = PartMeta(
-            block_hash=block.block_hash,
-            parent_hash=block.parent_hash,
-            kind=self.kind,
-            start=block.start,
-            token_count=block.token_count,
-            length_bytes=len(self.payload),
-            digest=self.proof[:HASH_BYTES],
-            checksum=self.proof[HASH_BYTES:],
-        )
-        return Part(meta=meta, payload=memoryview(self.payload))
-
-
-class HeldBlock:
-    """A block of which at least one part is held. ``children``: none, one block, or an ordered set of blocks."""
-
-    __slots__ = (
-        "block_hash",
-        "children",
-        "cuts",
-        "full",
-        "namespace",
-        "parent_hash",
-        "queued_stamp",
-        "stamp",
-        "start",
-        "state",
-        "token_count",
-        "window",
-    )
-
-    def __init__(self, namespace: Namespace, block_hash: bytes, parent_hash: bytes, start: int, token_count: int) -> None:
-        self.namespace = namespace
-        self.block_hash = block_hash
-        self.parent_hash = parent_hash
-        self.start = start
-        self.token_count = token_count
-        self.full: HeldPart | None = None
-        self.window: HeldPart | None = None
-        self.state: HeldPart | None = None
-        self.children: HeldBlock | dict[HeldBlock, None] | None = None
-        self.cuts: list[tuple[bytes, int]] | None = None
-        """Hash and tokens of tails that are this block's beginnings, oldest first."""
-        self.stamp = 0
-        self.queued_stamp = NOT_QUEUED
-
-    def __lt__(self, other: HeldBlock) -> bool:
-        """Order in the heap of leaves."""
-        if self.queued_stamp != other.queued_stamp:
-            return self.queued_stamp < other.queued_stamp
-        return self.start > other.start
-
-    def part(self, kind: PartKind) -> HeldPart | None:
-        if kind == 0:  # plain numbers: naming the enum's members would take longer than all the rest
-            return self.full
-        return self.window if kind == 1 else self.state
-
-    def set_part(self, kind: PartKind, held: HeldPart | None) -> None:
-        if kind == PartKind.FULL:
-            self.full = held
-        elif kind == PartKind.WINDOW:
-            self.window = held
-        else:
-            self.state = held
-
-    def parts(self) -> tuple[HeldPart, ...]:
-        return tuple(held for held in (self.full, self.window, self.state) if held is not None)
-
-    @property
-    def kinds(self) -> int:
-        """Bit k set: the part of PartKind k is held."""
-        return (self.full is not None) | (self.window is not None) << 1 | (self.state is not None) << 2
-
-    @property
-    def locked(self) -> bool:
-        return any(held.locks for held in self.parts())
-
-    def iterate_children(self) -> Iterator[HeldBlock]:
-        """Children, the one stored last first."""
-        if isinstance(self.children, HeldBlock):
-            yield self.children
-        elif self.children is not None:
-            yield from reversed(self.children)
-
-
-class Namespace:
-    """The blocks of one fingerprint: by hash, usage, tails, blocks whose parent is not held, and what goes first."""
-
-    __slots__ = (
-        "blocks",
-        "bytes_used",
-        "cut",
-        "fingerprint",
-        "full_tokens",
-        "leaves",
-        "orphans",
-        "publisher",
-        "tails",
-        "windows",
-    )
-
-    def __init__(self, fingerprint: bytes, publisher: str) -> None:
-        self.fingerprint = fingerprint
-        self.publisher = publisher
-        """Who brought it in: a node id, or empty for this node itself."""
-        self.blocks: dict[bytes, HeldBlock] = {}
-        self.bytes_used = 0
-        self.full_tokens = 0
-        """Longest block seen, in tokens: the length of a full block as far as known."""
-        self.orphans: dict[bytes, dict[HeldBlock, None]] = {}
-        """Parent hash to children, for parents that are not held; first blocks are always here."""
-        self.tails: dict[bytes, list[HeldBlock]] = {}
-        """Parent hash to tails, oldest first."""
-        self.cut: dict[bytes, list[HeldBlock]] = {}
-        """Parent hash to blocks that have cuts, oldest first."""
-        self.leaves: list[HeldBlock] = []
-        self.windows: list[HeldPart] = []
-
-    def queue_leaf(self, block: HeldBlock) -> None:
-        if block.queued_stamp == NOT_QUEUED:
-            block.queued_stamp = block.stamp
-            heapq.heappush(self.leaves, block)
-
-    def queue_window(self, held: HeldPart | None) -> None:
-        """Queue the WINDOW part of a block that has children; None and the first block's are ignored."""
-        if held is not None and held.queued_stamp == NOT_QUEUED and held.block.start > 0:
-            held.queued_stamp = held.stamp
-            heapq.heappush(self.windows, held)
-
-    def oldest_leaf(self) -> HeldBlock | None:
-        """The leaf to go first; it stays queued. What can't go now leaves the queue (see :meth:`requeue`)."""
-        heap = self.leaves
-        while heap:
-            block = heap[0]
-            if block.children is not None or not block.kinds or block.locked:
-                heapq.heappop(heap).queued_stamp = NOT_QUEUED
-            elif block.queued_stamp != block.stamp:
-                heapq.heappop(heap).queued_stamp = NOT_QUEUED
-                self.queue_leaf(block)
-            else:
-                return block
-        return None
-
-    def oldest_window(self) -> HeldPart | None:
-        """The interior WINDOW part to go first; it stays queued."""
-        heap = self.windows
-        while heap:
-            held = heap[0]
-            if held.block.window is not held or held.block.children is None or held.locks:
-                heapq.heappop(heap).queued_stamp = NOT_QUEUED
-            elif held.queued_stamp != held.stamp:
-                heapq.heappop(heap).queued_stamp = NOT_QUEUED
-                self.queue_window(held)
-            else:
-                return held
-        return None
-
-    def requeue(self, block: HeldBlock) -> None:
-        """The block lost its last child, a lock or gained a part: put it where it belongs."""
-        if block.children is not None:
-            self.queue_window(block.window)
-        elif block.queued_stamp == NOT_QUEUED:
-            self.queue_leaf(block)
+CUT_BLOCKS_PER_PARENT_MAX: Final = 64
+"""Blocks under one parent whose cuts are remembered: as many cuts as an answer has room for, at least."""
+TAILS_LOOKED_AT_MAX: Final = 256
+"""Tails under one parent that are looked at to find some that may go, or that fit; honest nodes leave far fewer."""
 
 
 class BlockTree:
@@ -257,6 +63,7 @@ class BlockTree:
         parent_hash = ROOT_HASH if meta.parent_hash == ROOT_HASH else parent.block_hash if parent else meta.parent_hash
         block = HeldBlock(namespace, meta.block_hash, parent_hash, meta.start, meta.token_count)
         namespace.blocks[block.block_hash] = block
+        namespace.added += 1
         orphans = namespace.orphans.pop(block.block_hash, None)
         if orphans is not None:
             block.children = orphans if len(orphans) > 1 else next(iter(orphans))
@@ -276,21 +83,22 @@ class BlockTree:
         self._forget_cuts(block)
         tails = namespace.tails.get(block.parent_hash)
         if tails is not None and block in tails:
-            tails.remove(block)
+            del tails[block]
             if not tails:
                 del namespace.tails[block.parent_hash]
         if not namespace.blocks:
             del self.namespaces[namespace.fingerprint]
 
-    def tails(self, fingerprint: bytes, parent_hash: bytes, block_tokens: int) -> list[HeldBlock]:
+    def tails(self, fingerprint: bytes, parent_hash: bytes, block_tokens: int, at_most: int) -> list[HeldBlock]:
         """Blocks under ``parent_hash`` that are shorter than ``block_tokens``, the one stored last first."""
         namespace = self.namespaces.get(fingerprint)
         if namespace is None:
             return []
         if namespace.full_tokens >= block_tokens:
-            return [block for block in reversed(namespace.tails.get(parent_hash, ())) if block.token_count < block_tokens]
+            newest = islice(reversed(namespace.tails.get(parent_hash, {})), TAILS_LOOKED_AT_MAX)
+            return [block for block in newest if block.token_count < block_tokens][:at_most]
         # no full block was seen yet: every block here is a tail, also those that could not be told from full ones
-        return list(self._children_of(namespace, parent_hash))
+        return list(islice(self._children_of(namespace, parent_hash), at_most))
 
     def children(self, fingerprint: bytes, parent_hash: bytes) -> Iterator[HeldBlock]:
         """Blocks under ``parent_hash``, the one stored last first."""
@@ -300,25 +108,48 @@ class BlockTree:
     def cuts(self, fingerprint: bytes, parent_hash: bytes) -> list[HeldBlock]:
         """Blocks under ``parent_hash`` that have cuts, the one stored last first."""
         namespace = self.namespaces.get(fingerprint)
-        return [] if namespace is None else namespace.cut.get(parent_hash, [])[::-1]
+        return [] if namespace is None else list(reversed(namespace.cut.get(parent_hash, {})))
+
+    def cut_from(self, fingerprint: bytes, tail_hash: bytes) -> Iterable[HeldBlock]:
+        """Blocks that a tail is known to be the beginning of."""
+        namespace = self.namespaces.get(fingerprint)
+        return () if namespace is None else namespace.cut_tails.get(tail_hash, ())
 
     def add_cut(self, block: HeldBlock, tail_hash: bytes, token_count: int, at_most: int) -> None:
-        """Note that a tail is the beginning of a block; the oldest of more than ``at_most`` is forgotten."""
+        """Note that a tail is the beginning of a block. Of more than ``at_most`` tails of a block, and of more than
+        CUT_BLOCKS_PER_PARENT_MAX such blocks under one parent, the oldest are forgotten."""
+        namespace = block.namespace
         if block.cuts is None:
             block.cuts = []
-            block.namespace.cut.setdefault(block.parent_hash, []).append(block)
-        if (tail_hash, token_count) not in block.cuts:
-            block.cuts.append((tail_hash, token_count))
-            del block.cuts[:-at_most]
+            siblings = namespace.cut.setdefault(block.parent_hash, {})
+            siblings[block] = None
+            if len(siblings) > CUT_BLOCKS_PER_PARENT_MAX:
+                self._forget_cuts(next(iter(siblings)))
+        if (tail_hash, token_count) in block.cuts:
+            return
+        block.cuts.append((tail_hash, token_count))
+        namespace.cut_tails.setdefault(tail_hash, {})[block] = None
+        for forgotten, _ in block.cuts[:-at_most]:
+            self._forget_cut(block, forgotten)
+        del block.cuts[:-at_most]
 
     def _forget_cuts(self, block: HeldBlock) -> None:
         if block.cuts is None:
             return
+        for tail_hash, _ in block.cuts:
+            self._forget_cut(block, tail_hash)
         block.cuts = None
         siblings = block.namespace.cut[block.parent_hash]
-        siblings.remove(block)
+        del siblings[block]
         if not siblings:
             del block.namespace.cut[block.parent_hash]
+
+    @staticmethod
+    def _forget_cut(block: HeldBlock, tail_hash: bytes) -> None:
+        blocks = block.namespace.cut_tails.get(tail_hash, {})
+        blocks.pop(block, None)
+        if not blocks:
+            block.namespace.cut_tails.pop(tail_hash, None)
 
     def parents_of_tails(self, fingerprint: bytes, parent_hashes: Sequence[bytes], block_tokens: int) -> Sequence[bytes]:
         """Those of some blocks that may have tails, in the same order: most of a prompt's blocks have none."""
@@ -329,6 +160,12 @@ class BlockTree:
             return parent_hashes
         tails, cut = namespace.tails, namespace.cut
         return [parent_hash for parent_hash in parent_hashes if parent_hash in tails or parent_hash in cut]
+
+    def clear(self) -> None:
+        """Forget every block. Each lets go of its parts, as a circle would wait for the collector."""
+        for block in self.all_blocks():
+            block.full = block.window = block.state = block.children = None
+        self.namespaces.clear()
 
     def ancestors(self, block: HeldBlock) -> Iterator[HeldBlock]:
         blocks = block.namespace.blocks
@@ -351,6 +188,8 @@ class BlockTree:
         if block is not None:
             same = block.parent_hash, block.start, block.token_count
             return same != (meta.parent_hash, meta.start, meta.token_count)
+        if meta.token_count > namespace.full_tokens and not namespace.may_be_looked_through():
+            return True
         parent = namespace.blocks.get(meta.parent_hash)
         if parent is not None and parent.start + parent.token_count != meta.start:
             return True
@@ -410,11 +249,12 @@ class BlockTree:
         """Enter a tail into the index; a longer block than any before shows which of the earlier ones were tails."""
         namespace = block.namespace
         if block.token_count < namespace.full_tokens:
-            namespace.tails.setdefault(block.parent_hash, []).append(block)
+            namespace.tails.setdefault(block.parent_hash, {})[block] = None
         elif block.token_count > namespace.full_tokens:
             former, namespace.full_tokens = namespace.full_tokens, block.token_count
             if not former:
                 return
+            namespace.looked_through += len(namespace.blocks)
             for other in namespace.blocks.values():
                 if other.token_count == former:
-                    namespace.tails.setdefault(other.parent_hash, []).append(other)
+                    namespace.tails.setdefault(other.parent_hash, {})[other] = None

@@ -14,8 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from kakeya_zmq.store_index import HeldPart
-from kakeya_zmq.store_values import LEASES_MAX, LEASES_PER_OWNER_MAX, LeaseError, LeaseInfo
+from kakeya_zmq.store_blocks import HeldPart
+from kakeya_zmq.store_values import (
+    LEASED_PARTS_PER_OWNER_MAX,
+    LEASES_MAX,
+    LEASES_PER_OWNER_MAX,
+    LeaseError,
+    LeaseInfo,
+)
 from wire.errors import CapacityError, FailureCode
 from wire.ids import LeaseId
 
@@ -29,6 +35,18 @@ class Lease:
     """Of their payloads when it was given; what several leases hold counts in each."""
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one other node may hold fast whoever needs the room."""
+
+    size_bytes: int
+    parts: int
+
+    def part_of(self, lease: Lease) -> float:
+        """How much of the share a lease takes, 1.0 being all of it."""
+        return max(lease.size_bytes / max(1, self.size_bytes), len(lease.info.parts) / max(1, self.parts))
+
+
 class LeaseTable:
     """Leases and pins of one store.
 
@@ -36,19 +54,34 @@ class LeaseTable:
         random_bytes: makes lease ids.
     """
 
-    __slots__ = ("_expiries", "_generation", "_leases", "_owners", "_pins", "_random_bytes", "_yielded", "bytes_locked")
+    __slots__ = (
+        "_expiries",
+        "_generation",
+        "_leases",
+        "_owned_parts",
+        "_owners",
+        "_pins",
+        "_random_bytes",
+        "_yielded",
+        "bytes_locked",
+        "parts_locked",
+    )
 
     def __init__(self, random_bytes: Callable[[int], bytes]) -> None:
         self._random_bytes = random_bytes
         self._leases: dict[LeaseId, Lease] = {}
         self._owners: Counter[str] = Counter()
         """Leases of each other node."""
+        self._owned_parts: Counter[str] = Counter()
+        """Parts in them."""
         self._expiries: list[tuple[float, LeaseId]] = []
         self._pins: set[HeldPart] = set()
         self._yielded: set[LeaseId] = set()
         self._generation = 0
         self.bytes_locked = 0
         """Payload bytes of parts that are leased or pinned, each counted once."""
+        self.parts_locked = 0
+        """How many these are."""
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -61,7 +94,7 @@ class LeaseTable:
             owner: the node it is given to; empty for this node itself.
 
         Raises:
-            CapacityError: there are LEASES_MAX leases, or LEASES_PER_OWNER_MAX of another node.
+            CapacityError: there are LEASES_MAX leases, or of another node as many leases, or parts in them, as it may have.
             LeaseError: there are no parts (NOT_FOUND).
         """
         self.expire(now)
@@ -72,6 +105,8 @@ class LeaseTable:
         found = tuple(dict.fromkeys(parts))
         if not found:
             raise LeaseError(FailureCode.NOT_FOUND, "none of the parts is held")
+        if owner and self._owned_parts[owner] + len(found) > LEASED_PARTS_PER_OWNER_MAX:
+            raise CapacityError(f"the leases of this node already hold {self._owned_parts[owner]} parts")
         size_bytes = 0
         for held in found:  # inlined: a long prompt has thousands of parts
             held.stamp = held.block.stamp = stamp
@@ -79,6 +114,7 @@ class LeaseTable:
             size_bytes += length_bytes
             if held.locks == 0:
                 self.bytes_locked += length_bytes
+                self.parts_locked += 1
             held.locks += 1
         self._generation += 1
         lease_id = LeaseId(self._random_bytes(16))
@@ -86,6 +122,7 @@ class LeaseTable:
         self._leases[lease_id] = Lease(info, set(found), size_bytes)
         if owner:
             self._owners[owner] += 1
+            self._owned_parts[owner] += len(found)
         heapq.heappush(self._expiries, (info.expires_at, lease_id))
         return info
 
@@ -117,8 +154,9 @@ class LeaseTable:
             return False
         if owner := lease.info.owner:
             self._owners[owner] -= 1
+            self._owned_parts[owner] -= len(lease.info.parts)
             if not self._owners[owner]:
-                del self._owners[owner]
+                del self._owners[owner], self._owned_parts[owner]
         for held in lease.parts:
             self.unlock(held)
         if len(self._expiries) > 2 * len(self._leases) + 64:
@@ -126,7 +164,7 @@ class LeaseTable:
             heapq.heapify(self._expiries)
         return True
 
-    def beyond_share(self, share_bytes: int, *, spared: str, fingerprint: bytes | None = None) -> list[LeaseId]:
+    def beyond_share(self, share: Share, *, spared: str, fingerprint: bytes | None = None) -> list[LeaseId]:
         """Leases that may be ended for somebody who needs room, in that order: of whoever has leased most first, his oldest
         first, until what he keeps is within his share.
 
@@ -134,18 +172,18 @@ class LeaseTable:
             spared: the node that needs the room; empty for this node itself. Its leases stay, as do this node's own ones.
             fingerprint: only leases in this namespace, or in all.
         """
-        by_owner: dict[str, list[tuple[LeaseId, int]]] = {}
+        by_owner: dict[str, dict[LeaseId, float]] = {}
         for lease_id, lease in self._leases.items():
             owner = lease.info.owner
             if owner and owner != spared and fingerprint in (None, lease.info.fingerprint):
-                by_owner.setdefault(owner, []).append((lease_id, lease.size_bytes))
+                by_owner.setdefault(owner, {})[lease_id] = share.part_of(lease)
         chosen: list[LeaseId] = []
-        totals = {owner: sum(size for _, size in leases) for owner, leases in by_owner.items()}
+        totals = {owner: sum(leases.values()) for owner, leases in by_owner.items()}
         for owner in sorted(totals, key=totals.__getitem__, reverse=True):
-            for lease_id, size_bytes in by_owner[owner]:
-                if totals[owner] <= share_bytes:
+            for lease_id, part in by_owner[owner].items():
+                if totals[owner] <= 1.0 + 1e-9:
                     break
-                totals[owner] -= size_bytes
+                totals[owner] -= part
                 chosen.append(lease_id)
         return chosen
 
@@ -198,12 +236,14 @@ class LeaseTable:
     def lock(self, held: HeldPart) -> None:
         if held.locks == 0:
             self.bytes_locked += len(held.payload)
+            self.parts_locked += 1
         held.locks += 1
 
     def unlock(self, held: HeldPart) -> None:
         held.locks -= 1
         if held.locks == 0:
             self.bytes_locked -= len(held.payload)
+            self.parts_locked -= 1
             held.block.namespace.requeue(held.block)
 
     def forget(self, held: HeldPart) -> None:
@@ -225,6 +265,7 @@ class LeaseTable:
             held.locks = 0
         self._leases.clear()
         self._owners.clear()
+        self._owned_parts.clear()
         self._expiries.clear()
         self._pins.clear()
-        self.bytes_locked = 0
+        self.bytes_locked = self.parts_locked = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
-from kakeya_zmq.store_index import HeldPart
+from kakeya_zmq.store_blocks import HeldPart
 from kakeya_zmq.store_values import Change, StoreEvent
 from wire.messages import PartKind
 
@@ -30,6 +30,11 @@ class EventLog:
     def add(self, change: Change, held: HeldPart) -> None:
         self._sequence += 1
         self._entries.append((change, held.block.block_hash, held.kind, len(held.payload)))
+
+    def skip(self, changes: int) -> None:
+        """So many changes that cannot be read again, nor what was before them."""
+        self._sequence += changes
+        self._entries.clear()
 
     def since(self, sequence: int) -> tuple[StoreEvent, ...] | None:
         """Events with a larger number, oldest first; None when some of them are already forgotten."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kakeya_zmq.blocks import ROOT_HASH
-from kakeya_zmq.store_index import BlockTree, HeldBlock, HeldPart
+from kakeya_zmq.store_blocks import HeldBlock, HeldPart
+from kakeya_zmq.store_index import BlockTree
 from kakeya_zmq.store_values import TAILS_PER_LOOKUP_MAX, Finding, Survey
 from wire import limits
 from wire.messages import Cut, Requirement, Tail
@@ -100,7 +101,7 @@ def _tails(
     block_tokens = requirement.block_tokens
     asked: frozenset[bytes] | None = None
     for parent in tree.parents_of_tails(fingerprint, (*reversed(hashes), ROOT_HASH), block_tokens):
-        under = tree.tails(fingerprint, parent, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
+        under = tree.tails(fingerprint, parent, block_tokens, limits.TAILS_PER_PARENT_MAX)
         tails += sorted(under, key=lambda block: -block.token_count)
         for block in tree.cuts(fingerprint, parent):
             asked = asked or frozenset(hashes)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from kakeya_zmq.blocks import Part
-from kakeya_zmq.store_index import BlockTree, HeldPart
-from kakeya_zmq.store_lookup import cuts_of, find_prompt, survey_of, tail_of
+from kakeya_zmq.store_blocks import HeldPart
+from kakeya_zmq.store_index import BlockTree
+from kakeya_zmq.store_lookup import ROWS, cuts_of, find_prompt, survey_of, tail_of
 from kakeya_zmq.store_values import Finding, Survey
 from wire import limits
 from wire.messages import Cut, PartMeta, PartRef, Requirement, Tail
@@ -68,7 +69,7 @@ class StoreReading:
 
     def tails(self, parent_hash: bytes, *, fingerprint: bytes, block_tokens: int) -> tuple[Tail, ...]:
         """Tails held under a block (or under ROOT_HASH), newest first, at most TAILS_PER_PARENT_MAX."""
-        blocks = self._tree.tails(fingerprint, parent_hash, block_tokens)[: limits.TAILS_PER_PARENT_MAX]
+        blocks = self._tree.tails(fingerprint, parent_hash, block_tokens, limits.TAILS_PER_PARENT_MAX)
         return tuple([tail_of(block) for block in blocks])
 
     def cuts(self, parent_hash: bytes, *, fingerprint: bytes) -> tuple[Cut, ...]:
@@ -87,9 +88,10 @@ class StoreReading:
 
     def is_cut(self, meta: PartMeta, *, fingerprint: bytes) -> bool:
         """Whether this part of a tail can be had from a longer block."""
+        tail = (meta.block_hash, meta.token_count)
         return any(
-            cut.block_hash == meta.block_hash and cut.token_count == meta.token_count and bool(cut.kinds >> meta.kind & 1)
-            for cut in self.cuts(meta.parent_hash, fingerprint=fingerprint)
+            block.parent_hash == meta.parent_hash and block.kinds & ROWS & 1 << meta.kind and tail in (block.cuts or ())
+            for block in self._tree.cut_from(fingerprint, meta.block_hash)
         )
 
     def holds_namespace(self, fingerprint: bytes) -> bool:

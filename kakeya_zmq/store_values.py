@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, TypeAlias
 
-from kakeya_zmq.store_index import HeldPart
+from kakeya_zmq.store_blocks import HeldPart
 from wire.errors import FailureCode, KakeyaError
 from wire.ids import LeaseId
 from wire.messages import Cut, PartKind, PartRef, Tail
@@ -18,6 +18,18 @@ LEASES_PER_OWNER_MAX: Final = 512
 LEASED_SHARE: Final = 4
 """A quarter of the store (or of a namespace's quota) is held fast by the leases of one other node, also when somebody else
 needs the room."""
+LEASED_PARTS_PER_OWNER_MAX: Final = 1 << 18
+"""Parts in all leases of one other node together: 32 of the longest prompts. Ending a lease takes time for each."""
+BYTES_PER_PART: Final = 4096
+"""A store has a place for one part to so many of its bytes, however small it is: each costs 1 KiB beside its payload."""
+PARTS_MAX_LEAST: Final = 4096
+"""The smallest store has room for so many."""
+EVICTIONS_AT_ONCE: Final = 2048
+"""Most parts evicted for one new part, of small size: about 30 ms of the thread that does everything else meanwhile."""
+BYTES_PER_EVICTION: Final = 32 << 10
+"""One more to so many bytes that room is made for. Real parts are larger."""
+SCANNED_BLOCKS_MAX: Final = 32_768
+"""Most blocks looked at to find something that may go where nothing in order may."""
 NAMESPACES_MAX: Final = 256
 """Fingerprints at one time: eviction compares the oldest part of each."""
 NAMESPACES_PER_PUBLISHER_MAX: Final = 32

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kakeya_zmq.blocks import ROOT_HASH, Part
 from kakeya_zmq.store import LEASED_SHARE, BlockStore, LeaseError, PutOutcome
-from kakeya_zmq.store_index import BlockTree, HeldBlock
+from kakeya_zmq.store_blocks import HeldBlock
+from kakeya_zmq.store_index import BlockTree
 from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
 from wire import limits
 from wire.errors import CapacityError

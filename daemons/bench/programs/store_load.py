@@ -17,6 +17,7 @@ from kakeya_zmq.blocks import ROOT_HASH, Part, part_checksum
 from kakeya_zmq.compat import chain_hashes
 from kakeya_zmq.coverage import best_boundary
 from kakeya_zmq.store import BlockStore
+from kakeya_zmq.store_values import BYTES_PER_PART
 from wire.errors import FailureCode, RequestFailed
 from wire.limits import BLOCK_TOKENS_DEFAULT
 from wire.messages import PartKind, PartMeta, Requirement
@@ -108,7 +109,7 @@ class StoreLoad:
             self._store.put(part, fingerprint=FINGERPRINT, now=0.0)
 
     def _fresh(self, blocks: int) -> BlockStore:
-        return BlockStore(blocks * PAYLOAD_BYTES, random_bytes=secrets.token_bytes)
+        return BlockStore(blocks * BYTES_PER_PART, random_bytes=secrets.token_bytes)
 
 
 def main() -> None:
