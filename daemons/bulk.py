@@ -110,8 +110,7 @@ class BulkShell:
                 idle_timeout_s=effect.idle_timeout_s,
                 post=self._post,
                 threads=self._threads,
-                # The seal proves who sent the bytes, not that they are still what was stored: memory of a peer can rot.
-                verify_digests=False,
+                verify_digests=effect.verify_digests,
                 allocate_part=self.pool.allocate,
             )
         )

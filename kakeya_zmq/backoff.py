@@ -27,6 +27,8 @@ class Trouble(Enum):
 
     BULK_PORT = "bulk port"
     """Its bulk port could not be reached: neither fetches nor jobs bring anything."""
+    FETCH = "fetch"
+    """Nothing came of a fetch in time, or what came could not be used."""
     JOB = "job"
     """It cannot do this model's jobs."""
 

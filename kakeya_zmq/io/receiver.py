@@ -29,7 +29,7 @@ from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import Allocate, allocate
 from kakeya_zmq.io.sockets import PortRange
-from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
+from kakeya_zmq.protocol.effects import NO_CONNECTION, NO_DATA, CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
 from wire.chunks import ChunkHeader, ChunkKind
 from wire.errors import RemoteProtocolError
@@ -195,7 +195,7 @@ class ReceiverLane(Lane):
                 if self._watch.lost:
                     return False, CONNECTION_LOST
                 if not self._wait(zmq.POLLIN, timed=True):
-                    return False, NO_CONNECTION if self._connecting else "no data came in time"
+                    return False, NO_CONNECTION if self._connecting else NO_DATA
                 continue
             header, content_bytes, parts = self._receive_chunk(packed)
             self._made_progress()

@@ -23,14 +23,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, assert_never
 
 import mlx.core as mx
 import numpy as np
 
-from kakeya_zmq.blocks import RawPart
 from kakeya_zmq.engine import (
     AddParts,
     BeginImport,
@@ -56,13 +54,13 @@ from kakeya_zmq.engine import (
     TokenDecoded,
 )
 from kakeya_zmq.model import undo
-from kakeya_zmq.model.adapters import ROWS_ADAPTERS, leaves
 from kakeya_zmq.model.layout import CacheLayout
 from kakeya_zmq.model.rebuild import Rebuild
 from kakeya_zmq.model.sampling import TokenSampler, check_sampling
+from kakeya_zmq.model.session_kv import PartExporter, SessionKv
 from wire.errors import ConfigError, InvalidInput, KakeyaError
 from wire.limits import TEXT_CHARACTERS_MAX
-from wire.messages import PartKind, StopReason
+from wire.messages import StopReason
 
 CAPTURE_STEP_TOKENS = 1024
 """Tokens exported in one step of a Capture: about 40 MB, or 5 ms, with the demo model."""
@@ -72,20 +70,6 @@ BUFFER_RELEASE_DECODE_STEPS = 256
 
 MODEL_FAILURES = (RuntimeError, ValueError, MemoryError)
 """What MLX raises when a computation cannot be done (out of memory, shapes that do not fit)."""
-
-
-@dataclass(slots=True)
-class _Session:
-    session_id: str
-    caches: list[Any]
-    position: int = 0
-    busy: bool = False
-    destroyed_rows: set[int] = field(default_factory=set)
-    """Positions whose window rows a taken-back step has overwritten, though the caches count them as held."""
-    rebuild: Rebuild | None = None
-    """The import that was begun and not finished."""
-    leaving_windows: dict[int, RawPart] = field(default_factory=dict)
-    """By start: window parts exported while decoding, because their first rows were about to be overwritten."""
 
 
 class MlxEngine:
@@ -132,11 +116,11 @@ class MlxEngine:
         self._segment_tokens = segment_tokens
         self._clock = clock
         self._fresh_seed = fresh_seed
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, SessionKv] = {}
         caches = layout.new_caches()
         self._can_take_back = undo.can_take_back(caches)
         self._launch_ahead = mx.default_device().type == mx.DeviceType.gpu if launch_ahead is None else launch_ahead
-        self._narrowest_window = _narrowest_window(caches)
+        self._parts = PartExporter(layout, caches, window_tokens=facts.requirement.window_tokens)
 
     @property
     def facts(self) -> ModelFacts:
@@ -180,7 +164,7 @@ class MlxEngine:
             if session is not None:
                 yield CommandFailed(session_id, "the session is already open", session.position)
                 return
-            self._sessions[session_id] = _Session(session_id, self._layout.new_caches())
+            self._sessions[session_id] = SessionKv(session_id, self._layout.new_caches())
             yield SessionReady(session_id)
             return
         if session is None:
@@ -197,16 +181,16 @@ class MlxEngine:
             yield CommandFailed(session_id, _one_line(error), session.position)
         except MODEL_FAILURES as error:
             # The caches may be half written: an empty session is the only state that is surely right.
-            self._empty(session)
+            session.empty(self._layout.new_caches())
             yield CommandFailed(session_id, f"the model failed: {_one_line(error)}", 0)
         except Exception:
             # A bug, here or in the model's code: the runner reports it, but the session must not go on from such caches.
-            self._empty(session)
+            session.empty(self._layout.new_caches())
             raise
         finally:
             session.busy = False
 
-    def _run_on(self, session: _Session, command: Command) -> Generator[Event, None, None]:
+    def _run_on(self, session: SessionKv, command: Command) -> Generator[Event, None, None]:
         if not isinstance(command, AddParts | FinishImport):
             session.rebuild = None
         match command:
@@ -230,9 +214,9 @@ class MlxEngine:
             case _:
                 assert_never(command)
 
-    def _import(self, session: _Session, command: ImportPrefix) -> Generator[Event, None, None]:
+    def _import(self, session: SessionKv, command: ImportPrefix) -> Generator[Event, None, None]:
         started = self._clock()
-        self._empty(session)
+        session.empty(self._layout.new_caches())
         self._check_position(command.position)
         if command.position > 0:
             try:
@@ -240,14 +224,14 @@ class MlxEngine:
                 mx.eval([cache.state for cache in caches])
             except (KakeyaError, *MODEL_FAILURES) as error:
                 # Parts come from other machines: whatever is wrong with them is a miss, and the session is empty.
-                yield CommandFailed(session.session_id, f"the import failed: {_one_line(error)}", 0)
+                yield CommandFailed(session.session_id, _one_line(error), 0)
                 return
             session.caches = caches
             session.position = command.position
         yield PrefixImported(session.session_id, session.position, self._elapsed_ms(started))
 
     def _import_step(
-        self, session: _Session, command: BeginImport | AddParts | FinishImport
+        self, session: SessionKv, command: BeginImport | AddParts | FinishImport
     ) -> Generator[Event, None, None]:
         started = self._clock()
         try:
@@ -265,15 +249,15 @@ class MlxEngine:
         except (KakeyaError, *MODEL_FAILURES) as error:
             # Parts come from other machines: whatever is wrong with them is a miss, and the session stays as it was.
             session.rebuild = None
-            yield CommandFailed(session.session_id, f"the import failed: {_one_line(error)}", session.position)
+            yield CommandFailed(session.session_id, _one_line(error), session.position)
             return
         yield ImportAdvanced(session.session_id, self._elapsed_ms(started))
 
-    def _finish_import(self, session: _Session, rebuild: Rebuild) -> None:
+    def _finish_import(self, session: SessionKv, rebuild: Rebuild) -> None:
         session.rebuild = None
         caches = rebuild.finish()
         mx.eval([cache.state for cache in caches])
-        self._empty(session)
+        session.empty(self._layout.new_caches())
         session.caches = caches
         session.position = rebuild.position
 
@@ -281,7 +265,7 @@ class MlxEngine:
         if not 0 <= position <= self._facts.max_context_tokens:
             raise InvalidInput(f"position {position} is outside the context of {self._facts.max_context_tokens} tokens")
 
-    def _prefill(self, session: _Session, command: Prefill) -> Generator[Event, None, None]:
+    def _prefill(self, session: SessionKv, command: Prefill) -> Generator[Event, None, None]:
         tokens = self._checked_tokens(command.tokens)
         begin = session.position
         end = begin + len(tokens)
@@ -294,12 +278,12 @@ class MlxEngine:
             self._model(mx.array(tokens[start - begin : stop - begin])[None], cache=session.caches)
             mx.eval([cache.state for cache in session.caches])
             session.position = stop
-            parts = self._export(session, start, stop, with_tail=stop == end) if command.capture else ()
+            parts = self._parts.export(session, start, stop, with_tail=stop == end) if command.capture else ()
             if stop == end or stop % BUFFER_RELEASE_TOKENS < self._segment_tokens:
                 mx.clear_cache()
             yield SegmentComputed(session.session_id, stop, parts, self._elapsed_ms(started))
 
-    def _decode(self, session: _Session, command: Decode) -> Generator[Event, None, None]:
+    def _decode(self, session: SessionKv, command: Decode) -> Generator[Event, None, None]:
         self._check_token(command.last_token)
         if command.max_tokens < 1:
             raise InvalidInput(f"max_tokens must be at least 1, not {command.max_tokens}")
@@ -317,7 +301,7 @@ class MlxEngine:
                 reason = StopReason.MAX_TOKENS if limit == command.max_tokens else StopReason.CONTEXT_FULL
         yield DecodeFinished(session.session_id, reason, session.position)
 
-    def _decode_tokens(self, session: _Session, command: Decode, limit: int) -> Generator[TokenDecoded, None, bool]:
+    def _decode_tokens(self, session: SessionKv, command: Decode, limit: int) -> Generator[TokenDecoded, None, bool]:
         """Hand out up to ``limit`` tokens; returns whether an end-of-sequence token was met."""
         sampler = TokenSampler(command.sampling, fresh_seed=self._fresh_seed)
         end_tokens = frozenset(command.eos_token_ids)
@@ -352,16 +336,16 @@ class MlxEngine:
             if ahead is not None:
                 session.destroyed_rows |= undo.take_back(session.caches, ahead)
 
-    def _build(self, session: _Session, token: mx.array, sampler: TokenSampler) -> mx.array:
+    def _build(self, session: SessionKv, token: mx.array, sampler: TokenSampler) -> mx.array:
         """Build the step of one token, shape (1,); returns the token sampled after it, not yet computed, shape (1,).
 
         ``session.position`` is still the token's own position.
         """
-        self._keep_leaving_window(session)
+        self._parts.keep_leaving_window(session)
         logits = self._model(token[None], cache=session.caches)[:, -1, :]
         return sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
 
-    def _capture(self, session: _Session, command: Capture) -> Generator[Event, None, None]:
+    def _capture(self, session: SessionKv, command: Capture) -> Generator[Event, None, None]:
         """One PartsCaptured for each stretch of :data:`CAPTURE_STEP_TOKENS`; at least one, perhaps without parts."""
         if not 0 <= command.start <= session.position:
             raise InvalidInput(f"cannot capture from position {command.start}: the session stands at {session.position}")
@@ -369,59 +353,11 @@ class MlxEngine:
         while True:
             stop = min(session.position, start - start % self._block_tokens + CAPTURE_STEP_TOKENS)
             last = stop == session.position
-            parts = self._export(session, start, stop, with_tail=last)
+            parts = self._parts.export(session, start, stop, with_tail=last)
             yield PartsCaptured(session.session_id, parts)
             if last:
                 return
             start = stop
-
-    def _keep_leaving_window(self, session: _Session) -> None:
-        """Export the window part whose first row the next step overwrites.
-
-        A hit at a later position still needs that block's other rows, and by then it could not be exported whole. So a
-        Capture after a long answer finds every window part it needs; the cost is one export in ``block_tokens`` steps.
-        """
-        size = self._block_tokens
-        start = session.position - self._narrowest_window
-        if self._narrowest_window < size or start < 0 or start % size:
-            return
-        still_needed = session.position - self._facts.requirement.window_tokens
-        session.leaving_windows = {at: part for at, part in session.leaving_windows.items() if at + size > still_needed}
-        for part in self._layout.export(session.caches, start, size, position=session.position):
-            if part.kind is PartKind.WINDOW and not self._is_damaged(session, part):
-                session.leaving_windows[start] = part
-
-    # --- steps ---------------------------------------------------------------------------------------------------
-
-    def _export(self, session: _Session, start: int, stop: int, *, with_tail: bool) -> tuple[RawPart, ...]:
-        """The held parts of every block that ends in (start, stop], and of the tail if asked for; ``stop`` <= position."""
-        if start == stop:
-            return ()
-        size = self._block_tokens
-        parts: list[RawPart] = []
-        for block_start in range(start - start % size, stop, size):
-            count = min(size, stop - block_start)
-            if count < size and not with_tail:
-                break
-            held = self._layout.export(session.caches, block_start, count, position=session.position)
-            block = {part.kind: part for part in held if not self._is_damaged(session, part)}
-            kept = session.leaving_windows.get(block_start)
-            if kept is not None and count == size:
-                block.setdefault(PartKind.WINDOW, kept)
-            parts.extend(block[kind] for kind in sorted(block))
-        return tuple(parts)
-
-    def _is_damaged(self, session: _Session, part: RawPart) -> bool:
-        return part.kind is PartKind.WINDOW and any(
-            part.start <= row < part.start + part.token_count for row in session.destroyed_rows
-        )
-
-    def _empty(self, session: _Session) -> None:
-        session.caches = self._layout.new_caches()
-        session.position = 0
-        session.rebuild = None
-        session.destroyed_rows = set()
-        session.leaving_windows = {}
 
     def _checked_tokens(self, tokens: TokenArray) -> TokenArray:
         if tokens.ndim != 1 or len(tokens) == 0:
@@ -441,12 +377,6 @@ class MlxEngine:
 def _start(step: mx.array) -> None:
     """Let a built step be computed; starting it twice does nothing."""
     mx.async_eval(step)  # type: ignore[no-untyped-call]
-
-
-def _narrowest_window(caches: Sequence[Any]) -> int:
-    """Tokens of the narrowest windowed cache, 0 when there is none."""
-    adapters = [ROWS_ADAPTERS[type(cache)](cache) for cache in leaves(caches) if type(cache) in ROWS_ADAPTERS]
-    return min((adapter.window_tokens for adapter in adapters if adapter.kind is PartKind.WINDOW), default=0)
 
 
 def _one_line(error: BaseException) -> str:

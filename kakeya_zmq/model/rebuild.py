@@ -91,6 +91,8 @@ class Rebuild:
         self._seen.add(key)
         if part.kind is PartKind.STATE:
             return
+        if not part.payload.nbytes:  # what the codec could not decode comes here like that (kakeya_zmq.codecs.engine)
+            raise DataLossError(f"a {part.kind.name} part of {part.token_count} tokens is damaged: it cannot be decoded")
         expected_bytes = self._token_bytes[part.kind] * part.token_count
         if part.payload.nbytes != expected_bytes:
             raise DataLossError(

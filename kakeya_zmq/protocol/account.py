@@ -91,13 +91,16 @@ class Account:
         """What kinds of places the parts ``used`` came from."""
         return {self._origins.get(ref, _OWN_STORE)[0] for ref in used}
 
+    def senders(self, used: Iterable[PartRef]) -> tuple[Origin, ...]:
+        """The other nodes that sent some of the parts ``used``, in the order of the parts."""
+        return tuple(dict.fromkeys(self._origins[ref] for ref in used if ref in self._origins))
+
     def explain_unused(self, used: Iterable[PartRef]) -> None:
         """Give the reason for what came and was in vain, when the parts ``used`` were imported."""
         senders = {self._origins.get(ref) for ref in used}
         for (kind, node_id), (size_bytes, _) in self._spent.items():
             if size_bytes and (kind, node_id) not in senders:
-                whose = "worker" if kind is SourceKind.WORKER else "cache"
-                self.reason(f"{size_bytes} bytes arrived from {whose} {node_id} and were not used")
+                self.reason(f"{size_bytes} bytes arrived from {name_of((kind, node_id))} and were not used")
 
     def sources(self, live: int, imported: Sequence[Block], used: Iterable[PartRef], end: int) -> tuple[Source, ...]:
         """The stretches of [0, end), and behind them, as empty ones, whoever sent something that is not in their names.
@@ -149,3 +152,9 @@ class Account:
                 Source(kind=kind, start=first, end=last, node_id=node_id, transfer_bytes=size_bytes, elapsed_ms=elapsed_ms)
             )
         return tuple(result)
+
+
+def name_of(origin: Origin) -> str:
+    """Another node, as an explanation calls it."""
+    kind, node_id = origin
+    return f"{'worker' if kind is SourceKind.WORKER else 'cache'} {node_id}"

@@ -37,6 +37,7 @@ Ticket = NewType("Ticket", int)
 
 NO_CONNECTION: Final = "its bulk port could not be reached"
 """Why a lane ended that never had a connection: a firewall, or a port that is not forwarded."""
+NO_DATA: Final = "no data came in time"
 UNREACHED_PORT: Final = "sent no data from its bulk port: is it open? (see --bulk-ports)"
 """The same for the user, after the node's name."""
 
@@ -293,6 +294,8 @@ class ConnectReceiver:
     expected: tuple[WantedPart, ...]
     budget_bytes: int
     idle_timeout_s: float
+    verify_digests: bool
+    """Whether to check each part's SHA-256, too: what is passed on to others has to be what it says."""
 
     @property
     def wanted(self) -> tuple[PartRef, ...]:

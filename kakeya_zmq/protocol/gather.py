@@ -29,6 +29,7 @@ from kakeya_zmq.coverage import describe_gap
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.effects import (
     NO_CONNECTION,
+    NO_DATA,
     UNREACHED_PORT,
     AskFailed,
     AskId,
@@ -56,6 +57,8 @@ from wire.messages import Credit, TransferDone, TransferGrant
 
 LINK_SAMPLE_BYTES_MIN = 256 * limits.KIB
 """A smaller transfer measures the handshake, not the link."""
+SILENT_S = 2.0
+"""Whoever is left after so long without having sent anything is not only slow."""
 _NOT_THERE = frozenset({FailureCode.NOT_FOUND, FailureCode.FAILED_PRECONDITION})
 """Answers to a fetch that blame its parts, not its peer."""
 
@@ -241,7 +244,13 @@ class Gathering:
             return []
         projected_ms = (now - fetch.started + fetch.watch.remaining_s(now)) * 1000.0
         self._rates.link_was_left(peer.view.node_id, int(fetch.watch.total), projected_ms, fetch.codec)
+        if fetch.watch.done == 0 and now - fetch.started >= SILENT_S:
+            self._was_silent(peer, now)
         return self._fail(peer, why, now, slow=True)
+
+    def _was_silent(self, peer: Peer, now: float) -> None:
+        """The next prompts had better not wait for it as long."""
+        self._rates.backoff.failed(peer.view.node_id, Trouble.FETCH, "nothing came of a fetch", now)
 
     def _fetch_event(
         self, peer: Peer, fetch: PeerFetch, event: AskReplied | AskProgressed | AskFailed, now: float
@@ -276,7 +285,8 @@ class Gathering:
                 continue
             match event:
                 case PartsReceived(parts=parts):
-                    self._rates.backoff.succeeded(peer.view.node_id, Trouble.BULK_PORT)
+                    for trouble in (Trouble.BULK_PORT, Trouble.FETCH):
+                        self._rates.backoff.succeeded(peer.view.node_id, trouble)
                     size_bytes = sum(part.meta.length_bytes for part in parts)
                     fetch.watch.advance_to(fetch.watch.done + size_bytes, now)
                     return self._holdings.accept(parts, origin(peer), now)
@@ -292,6 +302,8 @@ class Gathering:
     def _lane_trouble(self, peer: Peer, reason: str, now: float) -> str:
         """What to say of a lane that ended early; a port that nobody can reach is not tried by the next prompts."""
         if reason != NO_CONNECTION:
+            if reason == NO_DATA:
+                self._was_silent(peer, now)
             return f"broke off a transfer: {reason}"
         self._rates.backoff.failed(peer.view.node_id, Trouble.BULK_PORT, reason, now)
         return UNREACHED_PORT
@@ -331,6 +343,8 @@ class Gathering:
             effects = self._account.fallback(f"fetching from {late_names} took too long")
             for peer in self._holders.peers:
                 if peer.fetch is not None:
+                    if peer.fetch.watch.done == 0 and now - peer.fetch.started >= SILENT_S:
+                        self._was_silent(peer, now)
                     self._fetching.spend_time(peer, now)
                     effects += [*self._fetching.drop(peer, "fetch timed out"), Count("fetch_failures")]
             return [*effects, *self._finish()]
@@ -342,6 +356,7 @@ class Gathering:
         effects = []
         for peer in late:
             if not self.finished:
+                self._was_silent(peer, now)
                 effects += self._fail(peer, "did not begin a fetch in time", now)
         for peer in self._holders.peers:
             if not self.finished and peer.fetch is not None and now >= peer.fetch.check_at:

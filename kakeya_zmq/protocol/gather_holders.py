@@ -71,7 +71,7 @@ class CacheHolders:
 
     def _left_alone(self, peer: Peer, now: float) -> bool:
         """Whether nothing could be fetched from a peer anyway; one that must help is asked all the same."""
-        why = self._rates.backoff.left_alone(peer.view.node_id, now, Trouble.BULK_PORT)
+        why = self._rates.backoff.left_alone(peer.view.node_id, now, Trouble.BULK_PORT, Trouble.FETCH)
         self._account.reason(f"{peer.name} is {why}" if why else "")
         return bool(why) and not self._task.remote_required
 

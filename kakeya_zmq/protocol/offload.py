@@ -50,14 +50,11 @@ from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.offload_attempt import Attempt, Attempts
 from kakeya_zmq.protocol.offload_choice import WorkerChoice
 from kakeya_zmq.protocol.offload_seal import COULD_NOT_OPEN, UNANSWERED, WITHOUT_PROOF
-from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask, Progress
+from kakeya_zmq.protocol.prepare_values import WHY_CHARACTERS_MAX, IdAllocator, PreparationTask, Progress
 from wire.errors import FailureCode
 from wire.ids import NodeId
 from wire.messages import Credit, JobAccepted, JobProgress, JobResult, SourceKind, TransferDone, TransferGrant
 from wire.text import clean
-
-WHY_CHARACTERS_MAX = 120
-"""Of what a worker says was exhausted."""
 
 
 class OffloadPhase(enum.Enum):
@@ -224,7 +221,8 @@ class Offload:
         budget_bytes = max(1, min(left_bytes, sum(part.bytes_max for part in expected)))
         # A worker is silent on its lane while it computes a segment: this machine's own stall clock judges it.
         idle_s = self._settings.worker_timeout_s
-        return [ConnectReceiver(attempt.lane, attempt.node_id, grant, expected, budget_bytes, idle_s)]
+        # What a worker computes is published: a cache would refuse it, and all that hangs on it, for a wrong digest.
+        return [ConnectReceiver(attempt.lane, attempt.node_id, grant, expected, budget_bytes, idle_s, verify_digests=True)]
 
     def _refused(self, attempt: Attempt, failure: AskFailed, now: float) -> list[Effect]:
         """The worker has ended the job with a failure."""

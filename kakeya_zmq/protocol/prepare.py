@@ -382,7 +382,7 @@ class PromptPreparation:
         again = engine.retry_import(now)
         if again is not None:
             return again
-        effects = engine.forget_import()
+        effects = engine.forget_import(now)
         if not self._task.remote_required:
             engine.failure = None
         return [*effects, *self._compute(now)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kakeya_zmq.backoff import Trouble
 from kakeya_zmq.blocks import Part, bind_parts
 from kakeya_zmq.engine import (
     KV_NOT_ENCODED,
@@ -21,10 +22,12 @@ from kakeya_zmq.engine import (
     SegmentComputed,
 )
 from kakeya_zmq.planner import MeasuredRates
+from kakeya_zmq.protocol.account import name_of
 from kakeya_zmq.protocol.early_import import EarlyImport
 from kakeya_zmq.protocol.effects import CommandEnded, CommandEvent, Count, Effect, RunCommand, Ticket
 from kakeya_zmq.protocol.holdings import Holdings, Reach
 from kakeya_zmq.protocol.prepare_values import IdAllocator, PreparationTask
+from wire.ids import NodeId
 from wire.messages import PartMeta
 
 STOPPED_EARLY = "the engine stopped early"
@@ -92,12 +95,17 @@ class EngineSession:
         effects = self._early.abandon()
         return [*effects, self._import(reach, ImportPrefix(self._task.session_id, reach.position, parts))]
 
-    def forget_import(self) -> list[Effect]:
+    def forget_import(self, now: float) -> list[Effect]:
         """The engine has refused the parts: nobody shall try them again."""
+        senders = self._account.senders(self._holdings.needed(self.imported)) if self.imported is not None else ()
+        of_whom = f" of what {' and '.join(name_of(sender) for sender in senders)} sent" if senders else ""
         effects: list[Effect] = [Count("import_failures")]
-        effects += self._account.fallback(f"import failed: {self.failure or STOPPED_EARLY}")
+        effects += self._account.fallback(f"import{of_whom} failed: {self.failure or STOPPED_EARLY}")
         if self.imported is not None:
             self._holdings.invalidate(self.imported)
+        if len(senders) == 1 and self.failure:  # of several it is not known whose it was
+            why = "what it sent could not be imported"
+            self._rates.backoff.failed(NodeId(senders[0][1]), Trouble.FETCH, why, now)
         self.imported = None
         self.live = min(self.live, self.position)
         return effects

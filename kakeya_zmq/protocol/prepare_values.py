@@ -43,6 +43,8 @@ class IdAllocator:
         return Ticket(self._next_id())
 
 
+WHY_CHARACTERS_MAX = 120
+"""Of what another node gives as its reason, in a line of this one."""
 LEASE_MS_MAX = 600_000
 """The longest lease the protocol knows (wire.messages.Lookup)."""
 

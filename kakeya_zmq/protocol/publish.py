@@ -43,7 +43,7 @@ from kakeya_zmq.protocol.effects import (
     LaneId,
     Tick,
 )
-from kakeya_zmq.protocol.prepare_values import IdAllocator, ValueSetter
+from kakeya_zmq.protocol.prepare_values import WHY_CHARACTERS_MAX, IdAllocator, ValueSetter
 from kakeya_zmq.protocol.publish_queue import Delivery, DeliveryQueue, Recipients, batches
 from wire import limits
 from wire.cards import Card
@@ -51,6 +51,7 @@ from wire.codec import unpack_bitmap
 from wire.errors import FailureCode, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId
 from wire.messages import CipherSuite, Credit, Cut, PublishGrant, PublishOffer, PublishResult, ValueBytes
+from wire.text import clean
 
 _UNWILLING = frozenset({FailureCode.PERMISSION_DENIED, FailureCode.UNIMPLEMENTED, FailureCode.FAILED_PRECONDITION})
 """Answers that will be the same for everything of this namespace."""
@@ -340,7 +341,8 @@ class Publisher:
             if active.phase is DeliveryPhase.OFFERED:
                 # Refused before anything was sent: it has no room. A transfer that broke says nothing about room.
                 self._recipients.pause(active.delivery, now + self._settings.full_pause_s)
-            return self._fail(active, "was refused", now, cancel=False)
+            reason = clean(result.reason, WHY_CHARACTERS_MAX)
+            return self._fail(active, f"was refused: {reason}" if reason else "was refused", now, cancel=False)
         self._took[active.delivery.node_id] = now
         effects: list[Effect] = [Count("publish_successes")]
         if active.phase is DeliveryPhase.SENDING:

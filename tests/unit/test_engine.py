@@ -568,10 +568,12 @@ def test_a_failed_import_leaves_an_empty_usable_session() -> None:
     tokens = prompt(601)
     parts = select(tokens, 600, engine.facts.requirement, prefilled(engine, "a", tokens))
     short = RawPart(parts[0].kind, parts[0].start, parts[0].token_count, parts[0].payload[:-4])
+    empty = RawPart(parts[0].kind, parts[0].start, parts[0].token_count, memoryview(b""))
     opened(engine, "b")
     for position, wrong in [
         (600, parts[1:]),
         (600, (short, *parts[1:])),
+        (600, (empty, *parts[1:])),
         (600, ()),
         (-1, parts),
         (9999, parts),
@@ -583,6 +585,7 @@ def test_a_failed_import_leaves_an_empty_usable_session() -> None:
         assert failed.position == 0
         assert failed.message
         assert "\n" not in failed.message
+        assert ("cannot be decoded" in failed.message) == (wrong[:1] == (empty,))
         assert engine.session_position("b") == 0
     [emptied] = run(engine, ImportPrefix("b", 0, ()))
     assert isinstance(emptied, PrefixImported)

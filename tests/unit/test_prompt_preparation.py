@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kakeya_zmq.backoff import NEWCOMERS_PAUSE_S
+from kakeya_zmq.backoff import NEWCOMERS_PAUSE_S, Trouble
 from kakeya_zmq.blocks import Part, needed_parts
 from kakeya_zmq.engine import ImportPrefix, Prefill, TokenArray
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.effects import (
     NO_CONNECTION,
+    NO_DATA,
     Ask,
     AskFailed,
     AskId,
@@ -499,6 +500,59 @@ def test_the_lanes_of_a_prompt_share_the_import_limit() -> None:
     assert wanted.admits(meta)
     for wrong in ({"length_bytes": 49}, {"start": 32}, {"token_count": 15}, {"parent_hash": bytes(32)}):
         assert not wanted.admits(msgspec.structs.replace(meta, **wrong))
+
+
+@pytest.mark.parametrize("case", ["no grant", "no data", "stage", "left"])
+def test_a_holder_that_sends_nothing_costs_one_prompt_its_wait_not_all_of_them(case: str) -> None:
+    rates = MeasuredRates() if case == "left" else slow_here()
+    d = desk(65, FULL, caches=["a"], rates=rates)
+    d.feed(found(d.asks(Lookup)[0], parts_of(65, 64)))
+    ask, _ = fetch_of(d)
+    if case != "no grant":
+        lane = d.grant(ask.ask).lane
+        if case == "no data":
+            d.feed(LaneFinished(lane, False, NO_DATA, 0))
+    d.tick_until(lambda: any(isinstance(run.command, Prefill) for run in d.all(RunCommand)))
+    d.run_engine()
+    assert kinds(d.ready()) == [(SourceKind.COMPUTED, 0, 64)]
+    second = desk(65, FULL, now=d.now, caches=["a", "b"], rates=rates)
+    assert [each.node_id for each in second.asks(Lookup)] == ["b"]
+    second.feed(found(second.asks(Lookup)[0], ()))
+    second.run_engine()
+    assert any("left alone for 10 s more: nothing came of a fetch" in each for each in second.ready().explanation.reasons)
+    again = desk(65, FULL, now=d.now + 11.0, caches=["a"], rates=rates)
+    again.feed(found(again.asks(Lookup)[0], parts_of(65, 64)))
+    again.deliver(again.grant(fetch_of(again)[0].ask), parts_of(65, 64))
+    again.run_engine()
+    assert kinds(again.ready()) == [(SourceKind.REMOTE_CACHE, 0, 64)]
+    assert rates.backoff.left_alone(NodeId("a"), again.now, Trouble.FETCH) == ""
+
+
+def test_what_a_worker_sends_is_passed_on_and_must_be_what_it_says() -> None:
+    asker = desk(65, FULL, workers=["w"], rates=slow_here())
+    assert asker.grant(job_of(asker)[0].ask).verify_digests
+    asker = desk(65, FULL, caches=["a"], rates=slow_here())
+    asker.feed(found(asker.asks(Lookup)[0], parts_of(65, 64)))
+    assert not asker.grant(fetch_of(asker)[0].ask).verify_digests, "hashing would take longer than the fetch"
+
+
+@pytest.mark.parametrize("holders", [1, 2])
+def test_an_import_that_is_refused_names_who_sent_it_and_who_sent_all_of_it_is_left_alone(holders: int) -> None:
+    rates = slow_here()
+    d = desk(65, FULL, caches=["a", "b"][:holders], rates=rates)
+    d.engine.import_fails = True
+    held = (parts_of(65, 64),) if holders == 1 else (parts_of(65, 64)[2:], parts_of(65, 32))
+    for lookup, part in zip(d.asks(Lookup), held, strict=True):
+        d.feed(found(lookup, part))
+    for ask in d.asks(Fetch):
+        assert isinstance(ask.body, Fetch)
+        d.deliver(d.grant(ask.ask), pick(65, ask.body.parts))
+    d.run_engine()
+    assert kinds(d.ready())[0] == (SourceKind.COMPUTED, 0, 64)
+    (said,) = [reason for reason in d.ready().explanation.reasons if reason.startswith("import of what ")]
+    assert all(f"cache {name}" in said for name in ["a", "b"][:holders])
+    alone = [bool(rates.backoff.left_alone(NodeId(name), d.now, Trouble.FETCH)) for name in ("a", "b")]
+    assert alone == ([True, False] if holders == 1 else [False, False]), "of several it is not known whose it was"
 
 
 def test_a_bulk_port_that_nobody_reaches_costs_one_prompt_its_wait_not_all_of_them() -> None:

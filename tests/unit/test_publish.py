@@ -189,6 +189,7 @@ def test_a_failed_delivery_is_tried_once_more_on_another_peer(case: str) -> None
     assert d.asks()[0].node_id != d.asks()[1].node_id
     assert (d.count("publish_attempts"), d.count("publish_successes"), d.count("publish_failures")) == (2, 0, 2)
     assert str(d.values["last_publish_error"]).startswith("publish to ")
+    assert case != "refused" or str(d.values["last_publish_error"]).endswith("was refused: full")
 
 
 def test_a_partly_refused_delivery_is_a_success_that_tells_what_was_refused() -> None:
