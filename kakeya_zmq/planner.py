@@ -62,6 +62,8 @@ EXPLORE_RATIO_STEP = 8
 LINK_COMPRESSION_CHOICES = ("auto", "none", "zlib", "zstd")
 LINK_TOO_FAST_MEGABYTES_PER_SECOND = 1000.0
 """No codec keeps up with such a link on one core, so none is measured for it."""
+LINK_STEP = 4.0
+"""A sample so many times as fast as the mean, or as slow, is no noise: half of the way, in factors, is gone at once."""
 ROUTES_MAX = 16
 """Endpoints of one node whose rates are remembered while another one is used; a card has no more."""
 LINK_PROBE_EVERY = 16
@@ -136,6 +138,15 @@ def _link_default() -> Rate:
     return Rate(default=LINK_MEGABITS_PER_SECOND_DEFAULT / 8)
 
 
+def _observe_link(rate: Rate, megabytes: float, elapsed_ms: float) -> None:
+    """Add a sample, faster where the link is another one now: a cable was pulled, somebody else is using it."""
+    sample = megabytes / elapsed_ms * 1000.0 if elapsed_ms > 0 else 0.0
+    if rate.measured is not None and sample > 0 and not 1 / LINK_STEP <= sample / rate.measured <= LINK_STEP:
+        rate.assume(math.sqrt(rate.measured * sample))
+    else:
+        rate.observe(megabytes, elapsed_ms)
+
+
 def _no_codecs() -> Mapping[str, CodecRates]:
     return {}
 
@@ -189,7 +200,7 @@ class MeasuredRates:
     def observe_link(self, node_id: NodeId, size_bytes: int, elapsed_ms: float, codec: LinkCodec = LinkCodec.NONE) -> None:
         """Add one transfer: ``size_bytes`` of payload, before ``codec`` made them smaller."""
         rates = self.links if codec is LinkCodec.NONE else self.compressed_links
-        rates.setdefault(node_id, _link_default()).observe(size_bytes / 1e6, elapsed_ms)
+        _observe_link(rates.setdefault(node_id, _link_default()), size_bytes / 1e6, elapsed_ms)
         self.link_transfers[node_id] = self.link_transfers.get(node_id, 0) + 1
 
     def observe_worker(self, node_id: NodeId, tokens: int, elapsed_ms: float) -> None:

@@ -67,7 +67,10 @@ class Publishing:
         if not lacking:
             self._cut(body.fingerprint, body.cuts)
             return [count, SendReply(key, publish_result(0, len(held), 0, ""))]
-        if (refusal := self._transfers.refusal(event.account)) is not None:
+        largest_bytes = max(meta.length_bytes for meta in lacking)
+        refusal = self._transfers.refusal(event.account)
+        refusal = refusal or self._transfers.receiving_refusal(event.account, largest_bytes)
+        if refusal is not None:
             return refuse(key, FailureCode.RESOURCE_EXHAUSTED, refusal)
         return [count, *self._receive(event, body, suite, held, lacking, now)]
 
@@ -128,7 +131,6 @@ class Publishing:
         lacking: Sequence[PartMeta],
         now: float,
     ) -> list[Effect]:
-        lane = self._new_lane()
         held_lease_id = self._hold(held, body.fingerprint, event.account, now)
         wanted = fitting_prefix(lacking, self._room_bytes(event, body, lacking, now))
         refused = len(lacking) - len(wanted)
@@ -138,6 +140,7 @@ class Publishing:
             if held_lease_id is not None:
                 self._store.release(held_lease_id)
             return [*counts, SendReply(event.key, publish_result(0, len(held), refused, reason))]
+        lane = self._new_lane()
         outstanding = {meta.ref: meta for meta in wanted}
         transfer = Incoming(
             key=event.key,
@@ -153,6 +156,7 @@ class Publishing:
             already_held=len(held),
             refused=refused,
             reason=reason,
+            largest_part_bytes=max(meta.length_bytes for meta in wanted),
         )
         self._transfers.begin(lane, transfer)
         expected = tuple(meta for meta in body.parts if meta.ref in outstanding)

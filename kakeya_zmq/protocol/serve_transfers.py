@@ -7,12 +7,16 @@ long before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import assert_never
+from typing import Final, assert_never
 
 from kakeya_zmq.protocol.effects import LaneId, RequestKey
 from kakeya_zmq.protocol.serve_values import Incoming, Outgoing, Transfer, TransferPhase
 from kakeya_zmq.store import BlockStore
+from wire import limits
 from wire.ids import LeaseId
+
+PARTS_ON_THE_WAY_BYTES_MAX: Final = 32 * limits.MIB
+"""Of one peer, of all that it publishes at a time; parts of real models have less than 1 MiB each."""
 
 
 class Transfers:
@@ -71,6 +75,18 @@ class Transfers:
             return f"all {self._lanes_max} transfers of this node are in use"
         if sum(transfer.account == account for transfer in self._transfers.values()) >= self._lanes_per_node_max:
             return f"all {self._lanes_per_node_max} transfers allowed for one peer are in use"
+        return None
+
+    def receiving_refusal(self, account: str, largest_part_bytes: int) -> str | None:
+        """Why somebody may not begin one more publish, whose largest part has so many bytes; or None.
+
+        Parts that are on their way are in memory beside the store, until they are whole. A part may have any size that the
+        store takes, one at a time.
+        """
+        of_account = [each for each in self._transfers.values() if isinstance(each, Incoming) and each.account == account]
+        under_way = sum(each.largest_part_bytes for each in of_account)
+        if of_account and under_way + largest_part_bytes > PARTS_ON_THE_WAY_BYTES_MAX:
+            return f"parts on their way from one peer may have {PARTS_ON_THE_WAY_BYTES_MAX} bytes together"
         return None
 
     def begin(self, lane: LaneId, transfer: Transfer) -> None:

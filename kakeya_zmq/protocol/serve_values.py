@@ -68,6 +68,8 @@ class Incoming:
     reason: str
     received_bytes: int = 0
     """Of offered parts that have come, whether they were stored or not."""
+    largest_part_bytes: int = 0
+    """A lane puts one part together at a time, beside the store: this much memory at the most."""
 
 
 Transfer: TypeAlias = Outgoing | Incoming

@@ -42,6 +42,31 @@ def test_samples_without_extent_are_ignored(amount: float, elapsed_ms: float) ->
     assert rate.measured is None
 
 
+@pytest.mark.parametrize(("before", "after"), [(160.0, 2.0), (2.0, 160.0)])
+def test_a_link_that_is_another_one_now_is_known_after_a_few_transfers_and_one_odd_sample_is_forgotten(
+    before: float, after: float
+) -> None:
+    rates, node = MeasuredRates(), NodeId("a")
+
+    def transfer(megabytes_per_second: float) -> float:
+        rates.observe_link(node, 10_000_000, 10_000.0 / megabytes_per_second)
+        known = rates.plain_link(node)
+        assert known is not None
+        return known
+
+    for _ in range(20):
+        transfer(before)
+    for _ in range(4):
+        known = transfer(after)
+    assert known == pytest.approx(after, rel=0.5)
+    for _ in range(20):
+        transfer(before)
+    transfer(after)
+    for _ in range(4):
+        known = transfer(before)
+    assert known == pytest.approx(before, rel=0.5)
+
+
 def test_costs_follow_the_documented_formulas() -> None:
     assert compute_ms(40, 20.0) == 2000.0
     assert compute_ms(40, 20.0, penalty_ms=5000.0) == 7000.0

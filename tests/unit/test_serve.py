@@ -36,6 +36,7 @@ from kakeya_zmq.protocol.effects import (
 )
 from kakeya_zmq.protocol.serve import NO_LEASE, CacheService
 from kakeya_zmq.protocol.serve_promises import DEBTORS_MAX, FORGIVEN_S, PATIENCE_S_MIN, Promises
+from kakeya_zmq.protocol.serve_transfers import PARTS_ON_THE_WAY_BYTES_MAX
 from kakeya_zmq.protocol.serve_values import Incoming, TransferPhase
 from kakeya_zmq.store import LEASES_MAX, NAMESPACES_PER_PUBLISHER_MAX, BlockStore
 from tests.chains import FINGERPRINT, CountingBytes, make_chain, make_parts
@@ -522,6 +523,25 @@ def test_what_an_offer_holds_on_to_counts_among_its_nodes_leases() -> None:
     new = make_parts(make_chain(48, seed=1))
     peer.start_publish(new)
     assert peer.store.stats().bytes_locked == 0
+
+
+def test_parts_on_their_way_from_one_peer_are_bounded_and_one_of_any_size_may_come() -> None:
+    peer = Peer(1 << 30)
+    third = PARTS_ON_THE_WAY_BYTES_MAX // 3
+    chains = [make_chain(16, seed=seed) for seed in range(5)]
+    metas = [make_parts(chain)[0].meta for chain in chains]
+    huge, *offers = [
+        offer_metas([replace(meta, length_bytes=third * (10 if n == 0 else 1))]) for n, meta in enumerate(metas)
+    ]
+    _, effects = peer.ask(huge)
+    lane = only(effects, BindReceiver).lane
+    _, effects = peer.ask(offers[0])
+    assert failure_code(effects) is FailureCode.RESOURCE_EXHAUSTED
+    only(peer.ask(huge, node="other")[1], BindReceiver)
+    peer.on(LaneFinished(lane, False, "gone", 0))
+    for body in offers[:3]:
+        only(peer.ask(body)[1], BindReceiver)
+    assert failure_code(peer.ask(offers[3])[1]) is FailureCode.RESOURCE_EXHAUSTED
 
 
 def test_an_identity_has_one_share_whatever_it_calls_itself() -> None:
