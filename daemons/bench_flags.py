@@ -80,6 +80,8 @@ def _run_bench(options: argparse.Namespace) -> int:
     chosen = set(options.names) or {"all"}
     if unknown := sorted(chosen - {*BENCHMARKS, "all"}):
         raise ConfigError(f"there is no benchmark {unknown[0]!r}", remedy=f"one of: {', '.join(BENCHMARKS)}, all")
+    if "all" in chosen and (included := [name for name in BENCHMARKS if name in chosen and name not in BY_NAME_ONLY]):
+        raise ConfigError(f"all has {included[0]} in it", remedy=f"name either all or {', '.join(included)}")
     names = [name for name in BENCHMARKS if name in chosen or ("all" in chosen and name not in BY_NAME_ONLY)]
     measured = BenchOptions(
         long=options.long,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import sys
@@ -58,7 +59,12 @@ class Console:
 
     def result(self, value: object) -> None:
         """The JSON object of ``--json``: the last line of standard output."""
-        sys.stdout.write(json_text(value) + "\n")
+        text = json_text(value)
+        try:
+            text.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text = json.dumps(value)  # ASCII alone: the escapes of tolerate_narrow_output are not JSON's
+        sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
     @contextlib.contextmanager
@@ -81,9 +87,12 @@ class Console:
 
 
 def tolerate_narrow_output() -> None:
-    """Characters that the output's encoding has not are written as escapes: a name must not end a command."""
+    """Characters that the output's encoding has not are written as escapes: a name must not end a command.
+
+    In the POSIX locale standard output is not strict, but takes no more than bytes of names that could not be decoded.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
 
 

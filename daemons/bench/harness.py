@@ -2,7 +2,8 @@
 
 A *program* is a module of :mod:`daemons.bench.programs`. It runs in a process of its own, reads one JSON object a line from
 standard input (``{"do": NAME, ...}``) and answers each with one JSON object a line: ``{"ok": true, ...}`` or
-``{"ok": false, "error": LINE}``. It ends when its standard input does, so a run that is killed leaves none behind.
+``{"ok": false, "error": LINE}``. It ends when its standard input does, so a run that is killed leaves none behind (for
+daemons, see :mod:`daemons.bench.home`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,7 +31,6 @@ from wire.errors import FailureCode, KakeyaError, RequestFailed
 ANSWER_TIMEOUT_SECONDS = 300.0
 """A cold prefill of the longest prompt measured here, on a machine several times slower than the reference."""
 STOP_TIMEOUT_SECONDS = 10.0
-KEPT_VARIABLES = ("KAKEYA_MODEL_CACHE", "KAKEYA_DEBUG")
 
 
 class Direction(enum.Enum):
@@ -199,8 +198,13 @@ class Program:
             raise self._died() from None
 
     def hear(self, timeout_s: float = ANSWER_TIMEOUT_SECONDS) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._read_line(timeout_s))
+        line = self._read_line(timeout_s)
         self._unanswered -= 1
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except ValueError:  # a library that prints when it is imported
+            text = f"bench program {self.name}: no answer but {line[:200].decode('utf-8', 'replace')!r}"
+            raise RequestFailed(FailureCode.INTERNAL, text) from None
         if not answer.get("ok"):
             raise RequestFailed(FailureCode.INTERNAL, f"bench program {self.name}: {answer.get('error')}")
         return answer
@@ -268,24 +272,6 @@ def serve(commands: Mapping[str, Callable[..., Mapping[str, object] | None]]) ->
                 answer = {"ok": False, "error": str(error)}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
-
-
-@contextlib.contextmanager
-def temporary_home() -> Iterator[Path]:
-    """A KAKEYA_HOME of its own for this process and all it starts, gone afterwards.
-
-    Settings in the user's environment are hidden meanwhile: every fleet here is measured with the same ones.
-    """
-    before = {name: value for name, value in os.environ.items() if name.startswith("KAKEYA_") and name not in KEPT_VARIABLES}
-    for name in before:
-        del os.environ[name]
-    with tempfile.TemporaryDirectory(prefix="kakeya-bench-") as folder:
-        os.environ["KAKEYA_HOME"] = folder
-        try:
-            yield Path(folder)
-        finally:
-            del os.environ["KAKEYA_HOME"]
-            os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from daemons.bench.harness import BenchOptions, Program
 from daemons.fleet import FleetPlan, Member
 from kakeya_zmq.client import Client
 from kakeya_zmq.demo.document import demo_document
+from kakeya_zmq.user_paths import user_path
 from wire.errors import FailureCode, KakeyaError, ModelError, RequestFailed
 from wire.messages import Explanation, PrefillPolicy, Status
 
@@ -209,7 +210,7 @@ class Rig:
             ModelError: the demo model cannot be prepared.
         """
         if self.options.model:
-            folder = Path(self.options.model).expanduser().resolve()
+            folder = user_path(self.options.model, "--model").resolve()
             if not (folder / "config.json").is_file():
                 raise ModelError(f"{folder} is no folder of an MLX model", remedy="give --model a folder with a config.json")
             return folder

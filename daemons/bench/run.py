@@ -8,7 +8,8 @@ import time
 from collections.abc import Sequence
 
 from daemons.bench import report
-from daemons.bench.harness import BenchOptions, Outcome, machine, temporary_home, undisturbed
+from daemons.bench.harness import BenchOptions, Outcome, machine, undisturbed
+from daemons.bench.home import temporary_home
 from daemons.bench.rig import Rig
 from daemons.console import Console
 from wire.errors import KakeyaError

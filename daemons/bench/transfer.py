@@ -7,19 +7,17 @@ one that the parts were published into. With ``--peers`` also gRPC, Redis and pl
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
-import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from daemons.bench.harness import Bar, BenchOptions, Direction, Outcome, Program, Series, interleave, ratio
+from daemons.bench.references import Peers, Reference
 from daemons.bench.report import milliseconds, percent
 from daemons.bench.rig import BenchFleet, Rig
 from kakeya_zmq.client import Client
 from wire.limits import KIB, MIB
 
-PEER_PROGRAMS = {"raw TCP": "raw_tcp", "gRPC": "grpc_stream", "Redis": "redis_get"}
 MEMORY_BAR = 1.3
 SERVER_MEMORY_BAR = 0.5
 """What a server needs are the chunk buffers of a transfer (8 MiB), whatever its size."""
@@ -52,50 +50,30 @@ def run(rig: Rig, options: BenchOptions) -> Outcome:
     bars: list[Bar] = []
     rows: list[tuple[str, ...]] = []
     figures: dict[str, object] = {"rounds": rounds}
-    notes: list[str] = []
     with contextlib.ExitStack() as stack:
         running = stack.enter_context(rig.fleet("transfer", ("cache",)))
         ours = stack.enter_context(rig.program("sealed_fetch", running.member("cache").address, str(running.psk_file)))
-        references = {"bare pyzmq": _reference(stack, rig, "bare_zmq")}
+        bare = stack.enter_context(contextlib.closing(Reference(rig, "bare_zmq")))
+        peers = Peers(rig)
+        stack.callback(peers.close)
         if options.peers:
-            for name, program in PEER_PROGRAMS.items():
-                if missing := _missing(program):
-                    notes.append(f"{name} is not measured: {missing} is not installed")
-                else:
-                    references[name] = _reference(stack, rig, program)
+            peers.start()
         for load in SMOKE_LOADS if options.smoke else LOADS:
             rig.tell(f"transfer: {load.name}, {rounds} rounds")
             ours.ask("publish", count=load.count, length_bytes=load.length_bytes)
             memory = _memory_bars(ours, running, load)
-            found = _measure(ours, references, load, rounds)
+            found = _measure(ours, bare, peers, load, rounds)
             figures[load.name] = {name: series.as_json() for name, series in found.items()}
             if options.peers:
-                bars += _unmeasured_bars(load, references)
+                bars += _unmeasured_bars(load, found)
             rows += [_row(load, name, series, found["bare pyzmq"]) for name, series in found.items()]
             bars += [*_bars(load, found), *memory]
+        notes = tuple(peers.notes)
     heads = ("bytes", "way", "median ms", "best ms", "spread", "GB/s", "× bare pyzmq")
-    return Outcome("transfer", "from a cache peer to verified parts", heads, tuple(rows), tuple(bars), figures, tuple(notes))
+    return Outcome("transfer", "from a cache peer to verified parts", heads, tuple(rows), tuple(bars), figures, notes)
 
 
-def _reference(stack: contextlib.ExitStack, rig: Rig, program: str) -> Callable[[int], float]:
-    """Start both ends of a reference; the result moves that many bytes and returns seconds."""
-    sender = stack.enter_context(rig.program(program, "sender"))
-    receiver = stack.enter_context(rig.program(program, "receiver"))
-    receiver.ask("connect", port=sender.ask("open")["port"])
-
-    def move(total_bytes: int) -> float:
-        sender.tell("run", total_bytes=total_bytes)
-        if program in ("grpc_stream", "redis_get"):
-            sender.hear()  # these only prepare here, and must have done so before the clock runs
-            return float(receiver.ask("fetch", total_bytes=total_bytes)["wall_s"])
-        wall_s = float(receiver.ask("fetch", total_bytes=total_bytes)["wall_s"])
-        sender.hear()
-        return wall_s
-
-    return move
-
-
-def _measure(ours: Program, references: dict[str, Callable[[int], float]], load: Load, rounds: int) -> dict[str, Series]:
+def _measure(ours: Program, bare: Reference, peers: Peers, load: Load, rounds: int) -> dict[str, Series]:
     def fetch(suite: str) -> Callable[[int], float]:
         def measure(number: int) -> float:
             answer = ours.ask("fetch", count=load.count, length_bytes=load.length_bytes, suite=suite)
@@ -104,14 +82,13 @@ def _measure(ours: Program, references: dict[str, Callable[[int], float]], load:
 
         return measure
 
-    def move(reference: Callable[[int], float]) -> Callable[[int], float]:
-        return lambda number: reference(load.total_bytes)
-
-    sides = {"kakeya": fetch("auto")} | {name: move(reference) for name, reference in references.items()}
+    sides = {"kakeya": fetch("auto"), "bare pyzmq": lambda number: bare.move(load.total_bytes)}
+    sides |= peers.sides(load.name, load.total_bytes)
     if load.secretbox_bar:
         sides["secretbox"] = fetch("secretbox")
     interleave(2, sides)  # a warm-up: arenas, connections, page faults
-    return interleave(rounds, sides)
+    found = interleave(rounds, sides)
+    return {name: series for name, series in found.items() if name not in peers.failed}
 
 
 def _memory_bars(ours: Program, running: BenchFleet, load: Load) -> list[Bar]:
@@ -152,9 +129,9 @@ def _bars(load: Load, found: dict[str, Series]) -> list[Bar]:
     return bars
 
 
-def _unmeasured_bars(load: Load, references: Collection[str]) -> list[Bar]:
-    """What was asked for and is not installed counts as missed."""
-    absent = [name for name in ("gRPC", "Redis") if name not in references]
+def _unmeasured_bars(load: Load, found: Collection[str]) -> list[Bar]:
+    """What was asked for and could not be measured counts as missed."""
+    absent = [name for name in ("gRPC", "Redis") if name not in found]
     return [Bar(f"{load.name} against {name}", math.nan, 1.0, Direction.AT_MOST) for name in absent]
 
 
@@ -168,15 +145,3 @@ def _row(load: Load, name: str, series: Series, bare: Series) -> tuple[str, ...]
         f"{load.total_bytes / series.median / 1e9:.2f}",
         f"{ratio(series, bare):.2f}",
     )
-
-
-def _missing(program: str) -> str:
-    """What the reference lacks on this machine, or empty."""
-    if program == "grpc_stream" and importlib.util.find_spec("grpc") is None:
-        return "grpcio"
-    if program == "redis_get":
-        if importlib.util.find_spec("redis") is None:
-            return "the redis package"
-        if shutil.which("redis-server") is None:
-            return "redis-server"
-    return ""

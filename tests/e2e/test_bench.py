@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,10 +33,14 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder)}
 
 
-def bench(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+def bench(folder: Path, *arguments: str, **variables: str) -> tuple[int, dict[str, Any], str]:
     """Exit status, the JSON object, and what was shown."""
     done = subprocess.run(
-        command("--json", *arguments), env=environment(folder), capture_output=True, text=True, timeout=TIMEOUT_S
+        command("--json", *arguments),
+        env={**environment(folder), **variables},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
     )
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -92,6 +96,52 @@ def test_peers_are_measured_where_they_are_installed(tmp_path: Path) -> None:
     assert_nothing_left(tmp_path)
 
 
+def broken_server(folder: Path, script: str) -> str:
+    """A search path whose ``redis-server`` is ``script``."""
+    folder.mkdir()
+    server = folder / "redis-server"
+    server.write_text(script, encoding="utf-8")
+    server.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+DEAF_SERVER: Final = f"""\
+#!{sys.executable}
+import signal, socket, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+listener = socket.create_server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])))
+signal.pause()
+"""
+"""Takes connections, answers nothing, and does not end when it is asked to."""
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        ("#!/bin/sh\nexit 3\n", "redis-server ended with code 3"),
+        (DEAF_SERVER, "redis-server did not answer"),
+    ],
+    ids=["ends", "hangs"],
+)
+def test_a_peer_that_cannot_run_costs_only_its_own_line(tmp_path: Path, script: str, why: str) -> None:
+    pytest.importorskip("redis")
+    tools, temporary, library = tmp_path / "bin", tmp_path / "tmp", tmp_path / "library"
+    temporary.mkdir()
+    library.mkdir()
+    (library / "grpc.py").write_text("raise ImportError('built for another system')\n", encoding="utf-8")
+    variables = {"PATH": broken_server(tools, script), "PYTHONPATH": str(library)}
+    code, told, shown = bench(temporary, "transfer", "--peers", **variables)
+    assert code == 0, shown
+    transfer = told["benchmarks"]["transfer"]
+    assert {"kakeya", "bare pyzmq", "raw TCP"} == set(transfer["figures"]["1 MiB"])
+    missed = {name for name, bar in bars_of(told, "transfer").items() if not bar["passed"]}
+    assert missed == {"1 MiB against gRPC", "1 MiB against Redis"}
+    notes = {note.partition(" ")[0]: note for note in transfer["notes"]}
+    assert "built for another system" in notes["gRPC"]
+    assert why in notes["Redis"]
+    assert_nothing_left(temporary)
+
+
 MODEL_BENCHMARKS: Final = ("codecs", "fidelity", "remote-compute", "ttft", "decode")
 
 
@@ -124,10 +174,12 @@ def stop(process: subprocess.Popen[str]) -> None:
         process.wait(TIMEOUT_S)
 
 
-def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def measuring(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A bench that measures ``transfer`` for long: its fleet and its programs run."""
     process = subprocess.Popen(
-        command("transfer", "--rounds", "100000"),
-        env=environment(tmp_path),
+        command("transfer", "--rounds", "100000", *arguments),
+        env=environment(folder),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -136,11 +188,27 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
         undo.callback(stop, process)
         assert process.stdout is not None
         deadline = time.monotonic() + TIMEOUT_S
-        for line in process.stdout:  # it measures: fleet and programs run
+        for line in process.stdout:
             assert time.monotonic() < deadline
             if line.startswith("transfer:"):
                 break
-        assert left_running(tmp_path)
+        assert left_running(folder)
+        yield process
+
+
+def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:
+    with measuring(tmp_path) as process:
         process.send_signal(signal.SIGINT)
         assert process.wait(TIMEOUT_S) == 130
+    assert_nothing_left(tmp_path)
+
+
+def test_a_killed_run_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Nobody can clean up after a SIGKILL but a process that is told of it by the end of a pipe."""
+    with measuring(tmp_path, "--peers") as process:
+        started = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+        _, alive = psutil.wait_procs(started, TIMEOUT_S)
+        assert alive == []
     assert_nothing_left(tmp_path)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +26,16 @@ from daemons.bench.harness import (
     Series,
     interleave,
     ratio,
-    temporary_home,
 )
+from daemons.bench.home import OWNER_FILE, PREFIX, temporary_home
+from daemons.bench.references import Peers
 from daemons.bench.rig import Rig, wait_for
 from daemons.command import main
 from daemons.console import Console
 from wire.errors import FailureCode, RequestFailed
 from wire.limits import MIB
+
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.parametrize(
@@ -117,6 +124,18 @@ def test_a_program_that_answers_too_late_is_ended(sender: Program) -> None:
     assert not process.is_running()
 
 
+def test_a_program_that_answers_nonsense_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A library that prints when it is imported, before the program can send that elsewhere."""
+    (tmp_path / "grpc.py").write_text("print('welcome to a broken library', flush=True)\n", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    program = Program("grpc_stream", ["sender"])
+    try:
+        with pytest.raises(RequestFailed, match="grpc_stream: no answer but 'welcome to a broken library'"):
+            program.ask("open")
+    finally:
+        program.close()
+
+
 def test_an_error_of_ours_in_a_program_is_an_answer_and_it_lives_on() -> None:
     program = Program("store_load")
     try:
@@ -125,6 +144,26 @@ def test_an_error_of_ours_in_a_program_is_an_answer_and_it_lives_on() -> None:
         assert program.ask("put", blocks=64)["blocks_per_second"] > 0
     finally:
         program.close()
+
+
+def test_a_peer_that_fails_while_it_is_measured_takes_no_more_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("daemons.bench.references.PEER_PROGRAMS", {"one": "raw_tcp", "other": "raw_tcp"})
+    peers = Peers(Rig((), BenchOptions(), tmp_path, lambda line: None))
+    with contextlib.closing(peers):
+        before = set(psutil.Process().children())
+        peers.start()
+        sides = peers.sides("1 MiB", MIB)
+        assert sides["one"](0) > 0
+        programs = sorted(set(psutil.Process().children()) - before, key=lambda process: process.pid)
+        programs[0].kill()  # the sender of the first
+        programs[0].wait(TIMEOUT_S)
+        assert math.isnan(sides["one"](1))
+        assert math.isnan(sides["one"](2))
+        assert sides["other"](2) > 0
+        assert peers.failed == {"one"}
+        (note,) = peers.notes
+        assert note.startswith("one is not measured with 1 MiB: bench program raw_tcp ended")
+        assert set(peers.sides("2 MiB", 2 * MIB)) == {"other"}
 
 
 # --- runs --------------------------------------------------------------------------------------------------------
@@ -142,6 +181,80 @@ def test_the_home_is_temporary_and_hides_the_users_settings(monkeypatch: pytest.
     assert not home.exists()
     assert os.environ["KAKEYA_HOME"] == str(tmp_path)
     assert os.environ["KAKEYA_CACHE_GB"] == "0.001"
+
+
+@pytest.mark.parametrize("folder", ["missing", "a-file"])
+def test_a_temporary_folder_that_cannot_be_used_is_named(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Model libraries write there, too, and would say far less."""
+    (tmp_path / "a-file").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / folder))
+    assert main(["bench", "dedupe", "--smoke"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / folder) in line
+    assert "TMPDIR" in line
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder for temporary files is this one."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    return tmp_path
+
+
+@contextlib.contextmanager
+def living_in(home: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that a bench could have started for ``home``; it is there when the block begins."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()", *arguments],
+        env={**os.environ, **({} if arguments else {"KAKEYA_HOME": str(home)})},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("told", ["home", "ready file"])
+def test_what_lives_in_the_home_ends_with_it(temporary: Path, told: str) -> None:
+    with contextlib.ExitStack() as undo:
+        with temporary_home() as home:
+            named = ("--ready-file", str(home / "a fleet" / "run" / "ready")) if told == "ready file" else ()
+            process = undo.enter_context(living_in(home / "a fleet", *named))
+            bystander = undo.enter_context(living_in(temporary))
+        assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+        assert bystander.poll() is None
+
+
+def test_the_next_run_removes_what_a_killed_one_and_its_watch_left(temporary: Path) -> None:
+    killed = temporary / f"{PREFIX}killed"
+    (killed / "a fleet").mkdir(parents=True)
+    (killed / OWNER_FILE).touch()
+    with living_in(killed / "a fleet") as process:
+        with temporary_home():
+            assert not killed.exists()
+        assert process.wait(TIMEOUT_S) == -signal.SIGTERM
+
+
+def test_the_next_run_leaves_the_home_of_a_running_one_and_what_is_no_home(temporary: Path) -> None:
+    unfinished = temporary / f"{PREFIX}without-a-note-of-its-owner"
+    unfinished.mkdir()
+    aimed_at = temporary / "somewhere else"
+    aimed_at.mkdir()
+    (aimed_at / OWNER_FILE).touch()
+    (temporary / f"{PREFIX}link").symlink_to(aimed_at)
+    with temporary_home() as running:
+        with temporary_home() as home:
+            assert home != running
+        assert running.is_dir()
+        assert unfinished.is_dir()
+        assert (aimed_at / OWNER_FILE).exists()
 
 
 def test_waiting_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +302,7 @@ def test_one_that_cannot_be_measured_fails_the_run_but_not_the_others(
     "arguments",
     [
         ["nonsense"],
+        ["all", "store"],
         *(["store", "--rounds", value] for value in ("-1", "0")),
         *(["store", "--threads", value] for value in ("-1", "0", "5000")),
     ],
