@@ -14,47 +14,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any
 
+from daemons.dispatch_asks import Asks
+from daemons.dispatch_sides import Lanes, Machine
 from kakeya_zmq.engine import CommandFailed
 from kakeya_zmq.engine_runner import EngineRunner
-from kakeya_zmq.io.control_client import ControlClient, OutgoingRequest
+from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import IncomingRequest
-from kakeya_zmq.io.reactor import EffectQueue, Reactor, describe_exception
+from kakeya_zmq.io.effect_queue import EffectQueue
+from kakeya_zmq.io.failures import describe_exception
+from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.protocol import effects as fx
 from wire.errors import FailureCode, KakeyaError, LocalProtocolError
 from wire.ids import NodeId
-from wire.messages import Lookup, LookupReply, ProgressBody, ReleaseLease, ReplyBody, UpdateBody
+from wire.messages import UpdateBody
 
-RELEASE_TIMEOUT_S: Final = 5.0
-"""Nobody waits for it; a lease that is not given back ends by itself."""
 _log = logging.getLogger(__name__)
-
-
-class Machine(Protocol):
-    """What the dispatcher drives."""
-
-    def on(self, event: Any, now: float) -> Sequence[Any]: ...
-
-    def deadline(self) -> float | None: ...
-
-
-class Lanes(Protocol):
-    """The bulk shell (daemons.bulk)."""
-
-    def bind_sender(self, effect: fx.BindSender) -> None: ...
-
-    def connect_sender(self, effect: fx.ConnectSender, host: str) -> None: ...
-
-    def bind_receiver(self, effect: fx.BindReceiver) -> None: ...
-
-    def connect_receiver(self, effect: fx.ConnectReceiver, host: str) -> None: ...
-
-    def feed(self, effect: fx.FeedSender) -> None: ...
-
-    def add_credit(self, effect: fx.AddCredit) -> None: ...
-
-    def close(self, effect: fx.CloseLane) -> None: ...
 
 
 class Dispatcher:
@@ -81,12 +57,7 @@ class Dispatcher:
         self._services: list[tuple[Callable[[Any], bool], Machine]] = []
         self._extra: dict[int, Callable[[object], bool]] = {}
         self._requests: dict[fx.RequestKey, tuple[Machine, IncomingRequest]] = {}
-        self._asks: dict[fx.AskId, tuple[Machine, OutgoingRequest | None]] = {}
-        """None in place of a request: it could not be sent, and its failure is on the way."""
-        self._lookups: dict[fx.AskId, NodeId] = {}
-        """Open lookups, and who was asked: an answer comes with a lease."""
-        self._unwanted: set[fx.AskId] = set()
-        """Lookups that were cancelled; whose answers may be on the way."""
+        self._asks = Asks(reactor, find_client=find_client, feed=self.feed)
         self._lane_owners: dict[fx.LaneId, Machine] = {}
         self._ticket_owners: dict[fx.Ticket, Machine] = {}
         self._effects = EffectQueue(self._carry_out)
@@ -216,7 +187,7 @@ class Dispatcher:
             case fx.SendReply() | fx.SendProgress() | fx.SendFailure():
                 self._answer(effect)
             case fx.Ask() | fx.SendUpdate() | fx.CancelAsk():
-                self._ask(machine, effect)
+                self._asks.carry_out(machine, effect)
             case fx.RunCommand() | fx.CancelCommand():
                 self._run(machine, effect)
             case fx.Count(name=name, amount=amount):
@@ -252,72 +223,6 @@ class Dispatcher:
             case fx.SendFailure(key=key, code=code, message=message):
                 del self._requests[key]
                 incoming.fail(code, message)
-
-    def _ask(self, machine: Machine, effect: fx.Ask | fx.SendUpdate | fx.CancelAsk) -> None:
-        match effect:
-            case fx.Ask(ask=ask, node_id=node_id, body=body, timeout_s=timeout_s):
-                client = self._find_client(node_id)
-                self._asks[ask] = (machine, None)
-                if client is None:
-                    self._fail_ask(ask, FailureCode.UNAVAILABLE, f"{node_id} is not connected")
-                    return
-                try:
-                    request = self._send(machine, client, ask, body, timeout_s)
-                except Exception:
-                    self._fail_ask(ask, FailureCode.INTERNAL, "the request could not be sent")
-                    raise
-                self._asks[ask] = (machine, request)
-                if isinstance(body, Lookup):
-                    self._lookups[ask] = node_id
-            case fx.SendUpdate(ask=ask, body=update):
-                entry = self._asks.get(ask)
-                if entry is not None and entry[1] is not None:
-                    entry[1].update(update)
-            case fx.CancelAsk(ask=ask) if ask in self._lookups:
-                # The answer may be under way, and with it a lease that somebody has to give back: it is awaited.
-                self._asks.pop(ask, None)
-                self._unwanted.add(ask)
-            case fx.CancelAsk(ask=ask):
-                entry = self._asks.pop(ask, None)
-                if entry is not None and entry[1] is not None:
-                    entry[1].cancel()
-
-    def _fail_ask(self, ask: fx.AskId, code: FailureCode, message: str) -> None:
-        """Tell the machine later that an ask has failed, unless it cancels it before."""
-
-        def tell() -> None:
-            entry = self._asks.pop(ask, None)
-            if entry is not None:
-                self.feed(entry[0], fx.AskFailed(ask, code, message))
-
-        self._reactor.post(tell)
-
-    def _send(self, machine: Machine, client: ControlClient, ask: fx.AskId, body: Any, timeout_s: float) -> OutgoingRequest:
-        def replied(reply: ReplyBody) -> None:
-            if self._ended(ask):
-                self.feed(machine, fx.AskReplied(ask, reply))
-            elif isinstance(reply, LookupReply) and any(reply.lease_id):
-                release = ReleaseLease(lease_id=reply.lease_id)
-                client.request(
-                    release, timeout_s=RELEASE_TIMEOUT_S, on_reply=lambda _: None, on_failure=lambda code, message: None
-                )
-
-        def failed(code: FailureCode, message: str) -> None:
-            if self._ended(ask):
-                self.feed(machine, fx.AskFailed(ask, code, message))
-
-        def progressed(progress: ProgressBody) -> None:
-            self.feed(machine, fx.AskProgressed(ask, progress))
-
-        return client.request(body, timeout_s=timeout_s, on_reply=replied, on_failure=failed, on_progress=progressed)
-
-    def _ended(self, ask: fx.AskId) -> bool:
-        """Forget an ask that was answered; whether its machine still wants to know."""
-        self._asks.pop(ask, None)
-        self._lookups.pop(ask, None)
-        wanted = ask not in self._unwanted
-        self._unwanted.discard(ask)
-        return wanted
 
     def _run(self, machine: Machine, effect: fx.RunCommand | fx.CancelCommand) -> None:
         runner = self.runner

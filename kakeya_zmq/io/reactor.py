@@ -7,9 +7,10 @@ Rules
     * A failing callback is logged and counted, and never stops the loop.
 
 Theory of operation
-    A turn is: poll; serve each ready socket; run due timers; let due deadline sources act; run posted functions. Each step
-    has a bound, so a flood on one socket, or of one kind, delays the others by one turn and no more. Readiness is level
-    triggered, so what a turn leaves behind is found by the next one.
+    A turn is: poll; serve each ready socket; run due timers; run posted functions; let due deadline sources act.
+    Each step has a bound, so a flood on one socket, or of one kind, delays the others by one turn and no more. Readiness is
+    level triggered, so what a turn leaves behind is found by the next one. How long a poll waits, and what is due, is told
+    by :mod:`kakeya_zmq.io.schedule`.
 
     An ``on_readable`` callback takes exactly one message with ``zmq.DONTWAIT``; it is called again until it raises
     ``zmq.Again`` or has had :data:`MESSAGES_PER_TURN` messages. A message that has no end is taken in slices
@@ -22,119 +23,42 @@ Theory of operation
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
 import logging
-import math
-import os
 import socket as os_socket
 import threading
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Final, Generic, TypeVar
+from typing import Final, TypeVar
 
 import zmq
 
+from kakeya_zmq.io.effect_queue import EffectQueue
+from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.gate import Gate
-from wire.errors import FailureCode, KakeyaError, LocalProtocolError, RequestFailed
+from kakeya_zmq.io.schedule import DeadlineHandle, Schedule, TimerHandle
+from wire.errors import FailureCode, LocalProtocolError, RequestFailed
+
+__all__ = [
+    "MESSAGES_PER_TURN",
+    "POSTED_PER_TURN",
+    "DeadlineHandle",
+    "EffectQueue",
+    "Reactor",
+    "TimerHandle",
+    "describe_exception",
+]
 
 MESSAGES_PER_TURN: Final = 64
 """Messages one socket may deliver in one turn: as many as its receive queue holds, well under a millisecond of work."""
 POSTED_PER_TURN: Final = 256
 """Posted functions run in one turn."""
-POLL_SECONDS_MAX: Final = 60.0
-"""The loop turns at least this often, so that a stepping clock cannot make it sleep for ever."""
-DUE_AGAIN_SECONDS: Final = 0.001
-"""A deadline source that is still due after it acted is asked again after this time, so that it cannot spin the loop."""
 
 _Result = TypeVar("_Result")
-_Effect = TypeVar("_Effect")
 _log = logging.getLogger(__name__)
-
-
-def describe_exception(error: BaseException) -> str:
-    """One line for the log: type and place. The text of a foreign exception may hold user data, so it is left out."""
-    frames = traceback.extract_tb(error.__traceback__)[-4:]
-    place = " < ".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in reversed(frames))
-    text = f": {error}" if isinstance(error, KakeyaError) else ""
-    return f"{type(error).__name__}{text} at {place}"
-
-
-class EffectQueue(Generic[_Effect]):
-    """Applies the effects of one machine strictly in the order in which the machine made them.
-
-    Applying an effect may call the host, which may feed the machine again. The new effects then wait behind the rest of the
-    old ones: sealed messages are counted when the machine makes them, and must leave in that order.
-    """
-
-    def __init__(self, apply: Callable[[_Effect], None]) -> None:
-        self._apply = apply
-        self._waiting: deque[_Effect] = deque()
-        self.draining = False
-        """Whether an effect is being applied right now, somewhere below on the stack."""
-
-    def extend(self, effects: Iterable[_Effect]) -> None:
-        """Apply ``effects`` after those that wait; at once, unless this is called while one is being applied."""
-        self._waiting.extend(effects)
-        if self.draining:
-            return
-        self.draining = True
-        try:
-            while self._waiting:
-                self._apply(self._waiting.popleft())
-        finally:
-            self.draining = False
-
-
-class TimerHandle:
-    """A pending :meth:`Reactor.call_later`. ``cancel()`` is idempotent."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self._function: Callable[[], None] | None = function
-
-    def cancel(self) -> None:
-        self._function = None
-
-    @property
-    def pending(self) -> bool:
-        return self._function is not None
-
-    def _take(self) -> Callable[[], None] | None:
-        function, self._function = self._function, None
-        return function
-
-
-class DeadlineHandle:
-    """A registered deadline source. ``remove()`` is idempotent."""
-
-    __slots__ = ("_deadline", "_not_before", "_on_due", "_removed")
-
-    def __init__(self, deadline: Callable[[], float | None], on_due: Callable[[float], None]) -> None:
-        self._deadline = deadline
-        self._on_due = on_due
-        self._not_before = -math.inf
-        self._removed = False
-
-    def remove(self) -> None:
-        self._removed = True
-
-    def _due_at(self) -> float:
-        if self._removed:
-            return math.inf
-        try:
-            deadline = self._deadline()
-        except Exception as error:  # a broken machine loses its ticks; the loop and everyone else go on
-            _log.error("a deadline source failed and was removed: %s", describe_exception(error))
-            self._removed = True
-            return math.inf
-        return math.inf if deadline is None else max(deadline, self._not_before)
 
 
 @dataclass(slots=True)
@@ -163,11 +87,7 @@ class Reactor:
         """Whether the last run() ended by KeyboardInterrupt."""
         self._poller = zmq.Poller()
         self._registrations: dict[zmq.Socket[bytes], _Registration] = {}
-        self._sources: list[DeadlineHandle] = []
-        self._sources_due_at = -math.inf
-        """When the first of them is due; before they were first asked, at once."""
-        self._timers: list[tuple[float, int, TimerHandle]] = []
-        self._timer_numbers = itertools.count()
+        self._schedule = Schedule(self._guarded)
         self._posted: deque[Callable[[], None]] = deque()
         self._wake_receiver, self._wake_sender = os_socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -245,17 +165,12 @@ class Reactor:
             on_due: called with the present time once ``deadline()`` is past.
         """
         self.check_thread()
-        handle = DeadlineHandle(deadline, on_due)
-        self._sources.append(handle)
-        self._sources_due_at = -math.inf
-        return handle
+        return self._schedule.add_source(deadline, on_due)
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> TimerHandle:
         """Run ``function`` on the reactor's thread after ``delay_s`` seconds."""
         self.check_thread()
-        handle = TimerHandle(function)
-        heapq.heappush(self._timers, (self.clock() + delay_s, next(self._timer_numbers), handle))
-        return handle
+        return self._schedule.add_timer(self.clock() + delay_s, function)
 
     # --- other threads ----------------------------------------------------------------------------------------------
 
@@ -363,8 +278,7 @@ class Reactor:
             self._poller.unregister(socket)
             socket.close()
         self._registrations.clear()
-        self._sources.clear()
-        self._timers.clear()
+        self._schedule.clear()
         self._posted.clear()
         self._poller.unregister(self._wake_fd)
         self._wake_receiver.close()
@@ -385,23 +299,16 @@ class Reactor:
         self._stopping = True
 
     def _turn(self) -> None:
-        for key, events in self._poller.poll(self._poll_ms()):
+        for key, events in self._poller.poll(0 if self._posted else self._schedule.wait_ms(self.clock())):
             if key == self._wake_fd:
                 self._drain_wake_ups()
                 continue
             registration = self._registrations.get(key)
             if registration is not None:
                 self._serve(registration, events)
-        self._run_timers()
+        self._schedule.run_timers(self.clock())
         self._run_posted()
-        self._run_sources()
-
-    def _poll_ms(self) -> int:
-        if self._posted:
-            return 0
-        due_at = min(self._sources_due_at, self._timers[0][0] if self._timers else math.inf)
-        wait_s = min(max(due_at - self.clock(), 0.0), POLL_SECONDS_MAX)
-        return math.ceil(wait_s * 1000)
+        self._schedule.run_sources(self.clock)
 
     def _drain_wake_ups(self) -> None:
         try:
@@ -421,32 +328,6 @@ class Reactor:
             # A callback may have closed or replaced the socket.
             if self._registrations.get(socket) is not registration or not self._guarded(registration.on_readable):
                 return
-
-    def _run_timers(self) -> None:
-        now = self.clock()
-        while self._timers and self._timers[0][0] <= now:
-            function = heapq.heappop(self._timers)[2]._take()
-            if function is not None:
-                self._guarded(function)
-
-    def _run_sources(self) -> None:
-        """Run what is due, and note when the next is: the last thing of a turn, since whatever runs may change it."""
-        ran = removed = False
-        first_due_at = math.inf
-        for source in tuple(self._sources):
-            removed = removed or source._removed
-            now = self.clock()
-            due_at = source._due_at()
-            if due_at <= now:
-                ran = True
-                self._guarded(lambda source=source, now=now: source._on_due(now))  # type: ignore[misc]
-                source._not_before = now + DUE_AGAIN_SECONDS if source._due_at() <= now else -math.inf
-            first_due_at = min(first_due_at, due_at)
-        if removed:
-            self._sources = [source for source in self._sources if not source._removed]
-        if ran:  # it may have changed the others' deadlines, or added some
-            first_due_at = min((source._due_at() for source in self._sources), default=math.inf)
-        self._sources_due_at = first_due_at
 
     def _run_posted(self) -> None:
         for _ in range(min(POSTED_PER_TURN, len(self._posted))):

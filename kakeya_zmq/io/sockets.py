@@ -1,4 +1,4 @@
-"""Socket profiles, addresses and the two handshakes (CURVE, PLAIN): every socket of the project is made here.
+"""Socket profiles, listening and the two handshakes (CURVE, PLAIN): every socket of the project is made here.
 
 Rules, each learnt from a public thread or an experiment:
 
@@ -16,16 +16,42 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import re
-import socket as os_socket
-import threading
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 import zmq
 
+from kakeya_zmq.io.addresses import Address, PortRange, parse_address, parse_port_range
+from kakeya_zmq.io.wake_up import WakeUp
 from wire import limits
 from wire.errors import ConfigError, LocalProtocolError, PortInUseError
+
+__all__ = [
+    "BUS_PUB",
+    "BUS_SUB",
+    "CONTROL_CLIENT",
+    "CONTROL_SERVER",
+    "LANE_PULL",
+    "LANE_PUSH",
+    "LIBZMQ_VERSION_MIN",
+    "PLAIN_USERNAME",
+    "ZAP_DOMAIN_BYTES_MAX",
+    "Address",
+    "CurveKeys",
+    "PortRange",
+    "SocketProfile",
+    "WakeUp",
+    "apply_curve_client",
+    "apply_curve_server",
+    "apply_plain_client",
+    "apply_plain_server",
+    "bind",
+    "bind_in_range",
+    "check_libzmq",
+    "create_socket",
+    "parse_address",
+    "parse_port_range",
+]
 
 LIBZMQ_VERSION_MIN: Final = (4, 3, 3)
 """Older ones have remotely exploitable bugs (CVE-2019-6250, CVE-2019-13132, CVE-2020-15166)."""
@@ -33,7 +59,6 @@ PLAIN_USERNAME: Final = b"kakeya"
 """Says nothing: the one-time token in the password field is what counts."""
 ZAP_DOMAIN_BYTES_MAX: Final = 255
 
-_PORT_MAX: Final = 65_535
 _KEEPALIVE_IDLE_S: Final = 30
 _KEEPALIVE_INTERVAL_S: Final = 10
 _KEEPALIVE_COUNT: Final = 3
@@ -42,6 +67,8 @@ _RECONNECT_MS_MAX: Final = 5_000
 _LANE_LINGER_MS: Final = 2_000
 _LANE_MESSAGES: Final = 4
 _CONTROL_MESSAGES: Final = 64
+_CONTROL_REQUESTS: Final = 16
+"""Requests queued for one connection, of 1 MiB at most each. With 8, small ones in flight cost a node up to 15 % more."""
 _CONTROL_ANSWERS: Final = 16
 """Answers queued for one connection: a peer that asks and never reads costs so many on each of its connections."""
 _BUS_MESSAGES: Final = 1_024
@@ -115,7 +142,7 @@ CONTROL_SERVER: Final = SocketProfile(
     name="control server",
     socket_types=(zmq.ROUTER,),
     message_bytes_max=limits.CONTROL_MESSAGE_BYTES_MAX,
-    queue_messages=_CONTROL_MESSAGES,
+    queue_messages=_CONTROL_REQUESTS,
     send_queue_messages=_CONTROL_ANSWERS,
     router_mandatory=True,
 )
@@ -188,75 +215,7 @@ def create_socket(context: zmq.Context[zmq.Socket[bytes]], socket_type: int, pro
     return socket
 
 
-# --- addresses ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """A host (name, IPv4 or IPv6 without brackets) and a TCP port; port 0 asks for an ephemeral one when binding."""
-
-    host: str
-    port: int
-
-    def __post_init__(self) -> None:
-        if not _HOST.fullmatch(self.host):
-            raise ConfigError(_quoted("not a host", self.host), remedy="write a host name or an IP address")
-        if not 0 <= self.port <= _PORT_MAX:
-            raise ConfigError(f"port {self.port} is out of range", remedy=f"write a port from 0 to {_PORT_MAX}")
-
-    def zmq_endpoint(self) -> str:
-        """The libzmq form: ``tcp://host:port``, IPv6 in brackets."""
-        return f"tcp://{self}"
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class PortRange:
-    """TCP ports ``first`` to ``last``, both included, for sites whose firewall opens only some."""
-
-    first: int
-    last: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.first <= self.last <= _PORT_MAX:
-            raise ConfigError(
-                f"port range {self.first}-{self.last} is wrong",
-                remedy=f"write first-last with 1 <= first <= last <= {_PORT_MAX}",
-            )
-
-
-_HOST: Final = re.compile(r"[0-9A-Za-z_](?:[0-9A-Za-z_.-]{0,252})|[0-9A-Fa-f:.]{2,45}(?:%[0-9A-Za-z_.-]{1,32})?")
-_ADDRESS: Final = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<host>[^:\[\]]+)):(?P<port>[0-9]{1,5})")
-_RANGE: Final = re.compile(r"(?P<first>[0-9]{1,5})(?:-(?P<last>[0-9]{1,5}))?")
-
-
-def parse_address(text: str) -> Address:
-    """Parse ``host:port``, ``192.0.2.1:port`` or ``[2001:db8::1]:port``.
-
-    Raises:
-        ConfigError: anything else, among it a bare IPv6 address and ``*``.
-    """
-    match = _ADDRESS.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(_quoted("not an address", text), remedy="write host:port, or [IPv6]:port")
-    six = match["six"]
-    if six is not None and ":" not in six:
-        raise ConfigError(_quoted("not an IPv6 address", six), remedy="brackets are for IPv6 addresses only")
-    return Address(host=six if six is not None else match["host"], port=int(match["port"]))
-
-
-def parse_port_range(text: str) -> PortRange:
-    """Parse ``first-last`` or one port.
-
-    Raises:
-        ConfigError: not a range of ports.
-    """
-    match = _RANGE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(_quoted("not a port range", text), remedy="write first-last, for example 7000-7099")
-    return PortRange(first=int(match["first"]), last=int(match["last"] or match["first"]))
+# --- listening ---------------------------------------------------------------------------------------------------
 
 
 def bind(socket: zmq.Socket[bytes], address: Address) -> Address:
@@ -300,10 +259,6 @@ def bind_in_range(socket: zmq.Socket[bytes], host: str, ports: PortRange | None)
         f"every port from {ports.first} to {ports.last} is in use",
         remedy="give a wider port range, or fewer transfers at once",
     )
-
-
-def _quoted(what: str, text: str) -> str:
-    return f"{what}: {text[:64]!r}"
 
 
 # --- handshakes --------------------------------------------------------------------------------------------------
@@ -366,43 +321,3 @@ def _set_domain(socket: zmq.Socket[bytes], domain: str) -> None:
 def _require_key(key: bytes) -> None:
     if len(key) != 32:
         raise LocalProtocolError(f"a CURVE key has 32 bytes, not {len(key)}")
-
-
-# --- waking a thread that polls ------------------------------------------------------------------------------------
-
-
-class WakeUp:
-    """Wakes a thread that waits in a ``zmq.Poller``: register ``fileno()`` for POLLIN, ``drain()`` when it is readable.
-
-    ``notify`` may be called from any thread, at any time, also after ``close`` (then it does nothing).
-    """
-
-    def __init__(self) -> None:
-        self._reader, self._writer = os_socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        # Reentrant: a signal handler or a finalizer may notify while this thread is notifying.
-        self._lock = threading.RLock()
-        self._closed = False
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def notify(self) -> None:
-        with self._lock:
-            if not self._closed:
-                # A full pipe already holds a wake-up that nobody has read yet.
-                with contextlib.suppress(BlockingIOError):
-                    self._writer.send(b"\0")
-
-    def drain(self) -> None:
-        """Forget all wake-ups so far. Call it before looking at what one was woken for."""
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(4096):
-                pass
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            self._reader.close()
-            self._writer.close()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kakeya_zmq.protocol import directory
+from kakeya_zmq.protocol import directory_table
 from tests.simulation.virtual_fleet import HUB, INTERVAL_S, TTL_S, VirtualFleet
 from wire import cards as wire_cards
 
@@ -19,10 +19,10 @@ SLACK_S = 1.0
 @pytest.fixture(autouse=True)
 def _each_card_is_verified_once() -> Iterator[None]:
     """200 nodes verify the same 200 signatures: what they would find is known after the first one."""
-    original = directory.open_card
-    directory.open_card = functools.lru_cache(maxsize=100_000)(wire_cards.open_card)  # type: ignore[assignment]
+    original = directory_table.open_card
+    directory_table.open_card = functools.lru_cache(maxsize=100_000)(wire_cards.open_card)  # type: ignore[assignment]
     yield
-    directory.open_card = original
+    directory_table.open_card = original
 
 
 def started(count: int, seed: int, hidden: float = 0.0) -> VirtualFleet:

@@ -8,7 +8,7 @@ import random
 import msgspec
 import pytest
 
-from kakeya_zmq.protocol import directory as dm
+from kakeya_zmq.protocol import directory_table as dm
 from kakeya_zmq.protocol import directory_values
 from kakeya_zmq.protocol.directory import (
     Announce,
@@ -427,7 +427,7 @@ def test_a_member_that_makes_up_nodes_cannot_grow_the_tables_without_end(monkeyp
         effects = arrive(directory, now, *((card_blob(f"fake-{number}-{n}"), 0) for n in range(4)))
         assert sum(isinstance(effect, CardRefused) for effect in effects) == 2
         directory.on(DirectoryTick(), now + 10.5)
-        assert len(directory._identities) <= 5
+        assert len(directory._table._identities) <= 5
     assert names(directory, 330.0) == ["good"]
     (refused,) = arrive(directory, 330.0, (card_blob("good", 2, key="thief"), 0))
     assert isinstance(refused, CardRefused), "the identity of a live node is never what makes room"
@@ -452,7 +452,7 @@ def test_a_forgotten_node_is_gone_at_once_and_its_old_card_does_not_come_back() 
 
 
 def test_a_table_full_of_live_cards_pins_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kakeya_zmq.protocol.directory.NODES_MAX", 2)
+    monkeypatch.setattr("kakeya_zmq.protocol.directory_table.NODES_MAX", 2)
     book = IdentityBook(("me", bytes(32)))
     directory = Directory(node_id="me", make_card=lambda sequence: card_blob("me", 1, sequence), identities=book)
     arrive(directory, 0.0, *((card_blob(f"n{number}"), 0) for number in range(4)))
