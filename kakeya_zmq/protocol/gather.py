@@ -57,7 +57,7 @@ from wire.messages import Credit, TransferDone, TransferGrant
 
 LINK_SAMPLE_BYTES_MIN = 256 * limits.KIB
 """A smaller transfer measures the handshake, not the link."""
-SILENT_S = 2.0
+SILENT_S = 4.0
 """Whoever is left after so long without having sent anything is not only slow."""
 _NOT_THERE = frozenset({FailureCode.NOT_FOUND, FailureCode.FAILED_PRECONDITION})
 """Answers to a fetch that blame its parts, not its peer."""
