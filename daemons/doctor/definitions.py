@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Final
 
+from daemons.addresses import meet, own_ports
+from daemons.doctor.definition_folders import needed_folders
 from daemons.doctor.finding import Finding, problem, warning
 from daemons.doctor.site import naming_file
-from daemons.health_server import HOST
 from daemons.service_definitions import (
     DASHBOARD,
     INSTALL_COMMANDS,
@@ -32,7 +33,6 @@ from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.option_values import ALL_ROLES
 from wire.errors import ConfigError
 
-EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})
 HEAD_BYTES: Final = 4096
 """Far more than the lines of a script that name its interpreter."""
 _INTERPRETER: Final = re.compile(rb"#!\s*(\S+)")
@@ -49,7 +49,9 @@ def examine_definitions() -> Iterator[Finding]:
         except ConfigError as error:
             yield problem("services", f"{path.stem}: {error.message}", error.remedy or _again(path.stem))
     for service in services:
+        yield from judge_role(service)
         yield from judge_program(service)
+        yield from judge_folders(service)
         if service.role in ALL_ROLES:
             yield from judge_definition(service)
     yield from judge_shared_ports(services)
@@ -97,6 +99,22 @@ def interpreter_of(program: str) -> str:
     return os.fsdecode(next(filter(None, instead.groups())) if instead is not None else first[1])
 
 
+def judge_role(service: ServiceDefinition) -> Iterator[Finding]:
+    """Whether the program would know what it is told to be. What begins with a dash is an interpreter's affair."""
+    if service.role in (*ALL_ROLES, DASHBOARD) or service.role.startswith("-"):
+        return
+    text = f"{service.name} starts `kakeya {service.role}`, which is none of {', '.join((*ALL_ROLES, DASHBOARD))}"
+    yield problem("services", text, _again(service.name))
+
+
+def judge_folders(service: ServiceDefinition) -> Iterator[Finding]:
+    """Whether the folders are there that the service manager needs, and does not make, before it starts the program."""
+    for folder, what in needed_folders(service.path).items():
+        if not folder.is_dir():
+            text = f"{service.name} {what} {folder}, which is no folder, so it cannot be started"
+            yield problem("services", text, f"mkdir -p '{folder}', or {_again(service.name)}")
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -142,15 +160,9 @@ class _Place:
     address: Address
 
     def meets(self, other: _Place) -> bool:
-        """Whether both would have the same port of the same address, under one service manager."""
-        if self.address.port != other.address.port or self.service.path.suffix != other.service.path.suffix:
-            return False
-        hosts = {_host(self.address), _host(other.address)}
-        return len(hosts) == 1 or bool(hosts & EVERYWHERE)
-
-
-def _host(address: Address) -> str:
-    return "127.0.0.1" if address.host == "localhost" else address.host
+        """Whether two services, under one service manager, would have the same port of the same address."""
+        kinds = {self.service.path.suffix, other.service.path.suffix}
+        return self.service is not other.service and len(kinds) == 1 and meet(self.address, other.address)
 
 
 def judge_shared_ports(services: Iterable[ServiceDefinition]) -> Iterator[Finding]:
@@ -165,19 +177,11 @@ def judge_shared_ports(services: Iterable[ServiceDefinition]) -> Iterator[Findin
 
 def _places(service: ServiceDefinition) -> Iterator[_Place]:
     """Fixed ports only. Settings that cannot be used are told elsewhere."""
-    for flag, text in _bound(service):
-        with contextlib.suppress(ConfigError):
-            address = parse_address(text)
+    with contextlib.suppress(ConfigError):
+        if service.role == DASHBOARD:
+            address = parse_address(service.dashboard_bind)
             if address.port:
-                yield _Place(service, flag, address)
-
-
-def _bound(service: ServiceDefinition) -> Iterator[tuple[str, str]]:
-    if service.role == DASHBOARD:
-        yield "--bind", service.dashboard_bind
-    elif service.role in ALL_ROLES:
-        with contextlib.suppress(ConfigError):
-            settings = service.settings().settings
-            yield "--bind", settings.bind
-            yield "--bus-bind", settings.bus_bind
-            yield "--runtime-health-port", f"{HOST}:{settings.runtime_health_port}"
+                yield _Place(service, "--bind", address)
+        elif service.role in ALL_ROLES:
+            for name, address in own_ports(service.settings().settings):
+                yield _Place(service, "--" + name.replace("_", "-"), address)

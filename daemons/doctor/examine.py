@@ -11,8 +11,7 @@ from daemons.doctor.finding import Finding, Level, ok, problem, warning
 from daemons.doctor.keys import examine_keys
 from daemons.doctor.machine import examine_machine
 from daemons.doctor.model import examine_model
-from daemons.doctor.network import NodeView, addresses_of, each_once, look_at, reach
-from daemons.doctor.network_findings import judge_nodes, judge_reach, judge_refusal
+from daemons.doctor.nodes import examine_fleet
 from daemons.doctor.ports import examine_ports
 from daemons.doctor.services import examine_services
 from daemons.doctor.site import Site, naming_file, this_site
@@ -20,7 +19,6 @@ from daemons.doctor.software import examine_software
 from daemons.doctor.starting import examine_starting
 from daemons.environment_names import UnknownVariable, unknown_variables
 from kakeya_zmq.io.sockets import parse_address
-from wire.errors import ConfigError, FailureCode, RequestFailed, SecretFileError
 
 MARKS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM"}
 
@@ -53,7 +51,10 @@ def examine(console: Console, addresses: tuple[str, ...], *, config: str = "", q
 
 
 def findings_of(site: Site) -> Iterator[Finding]:
-    """All examinations, one after the other. One that fails itself is a finding, and keeps no other from being made."""
+    """All examinations, one after the other, each finding once: several may meet the same fault (of a file of two roles).
+
+    An examination that fails itself is a finding, and keeps no other from being made.
+    """
     examinations: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
         ("software", examine_software),
         ("settings", lambda: _settings(site)),
@@ -67,9 +68,13 @@ def findings_of(site: Site) -> Iterator[Finding]:
         ("services", examine_definitions),
         ("nodes", lambda: examine_fleet(site)),
     )
+    told: set[tuple[Level, str]] = set()
     for subject, look in examinations:
         try:
-            yield from look()
+            for finding in look():
+                if (finding.level, finding.text) not in told:
+                    told.add((finding.level, finding.text))
+                    yield finding
         except Exception as error:  # the doctor must not die of the illness
             remedy = "set KAKEYA_DEBUG=1 and run a single command; please report it"
             yield problem(subject, f"this could not be examined: {type(error).__name__}", remedy)
@@ -96,21 +101,3 @@ def _sources(site: Site) -> Iterator[str]:
 def _spelling(unknown: UnknownVariable) -> str:
     meant = f"did you mean {unknown.suggestion}? else " if unknown.suggestion else ""
     return f"{meant}take it out of the environment; docs/configuration.md lists the names"
-
-
-def examine_fleet(site: Site) -> Iterator[Finding]:
-    """Every node that can be found from here."""
-    views: list[NodeView] = []
-    for address in addresses_of(site):
-        try:
-            views.append(look_at(address, site))
-        except RequestFailed as error:
-            unreached = None
-            if error.code is not FailureCode.UNAUTHENTICATED:
-                unreached = judge_reach(address, reach(parse_address(address)))
-            yield unreached or judge_refusal(address, error)
-        except (SecretFileError, ConfigError) as error:
-            yield problem("nodes", error.message, error.remedy or "see `kakeya key show`")
-    if not views:
-        yield warning("nodes", "no node answered, so the fleet was not examined", "start one, or name one with --address")
-    yield from judge_nodes(each_once(views))

@@ -1,7 +1,8 @@
-"""MLX: is it there, on which device, how fast; and the model folders."""
+"""MLX: is it there, on which device, how fast; and the model folders: whole, and of a kind that can be loaded."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -20,9 +22,19 @@ from daemons.engine_host import model_folder
 from wire.errors import KakeyaError
 
 PROBE: Final = ("-m", "kakeya_zmq.model.speed_probe")
+FOLDER_PROBE: Final = ("-m", "kakeya_zmq.model.folder_probe")
 PROBE_TIMEOUT_S: Final = 120.0
 SLOW_GFLOPS: Final = 10.0
 """For each thread. A reference BLAS reaches about 2, a good one 40 and more on any machine of the last ten years."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A line of the folder probe: ``part`` is "weights" or "tokenizer"."""
+
+    part: str
+    error: str
+    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,27 +51,44 @@ class Speed:
 def examine_model(site: Site) -> Iterator[Finding]:
     """A machine without MLX may still be a cache peer: that is a remark, not a problem."""
     yield from _folders(site)
-    if site.quick:
-        return
-    yield judge_probe(*_run_probe())
+    if not site.quick:
+        yield judge_probe(*_last_line(_run(*PROBE)))
 
 
 def _folders(site: Site) -> Iterator[Finding]:
-    for role in ("primary", "worker"):
-        settings = site.settings.get(role)
-        if settings is None or not settings.model:
-            continue
+    """Each folder once, whichever roles use it: completeness always, what only loading would show not in a quick look."""
+    configured = [settings for role, settings in site.settings.items() if role != "cache" and settings.model]
+    for folder in dict.fromkeys(map(model_folder, configured)):
         try:
-            check_model_folder(model_folder(settings))
+            check_model_folder(folder)
         except KakeyaError as error:
             yield problem("model", error.message, error.remedy or "check --model (KAKEYA_MODEL)")
+            continue
+        if not site.quick:
+            yield from judge_folder(folder, _run(*FOLDER_PROBE, str(folder)))
 
 
-def _run_probe() -> tuple[int, str]:
-    """The probe's exit code and the last line it wrote; in a process of its own, since MLX binds its BLAS once."""
-    try:
-        done = subprocess.run(
-            [sys.executable, *PROBE],
+def judge_folder(folder: Path, done: subprocess.CompletedProcess[str] | None) -> Iterator[Finding]:
+    """What the probe has written; nothing where it could not judge, which is no fault of the model."""
+    for line in done.stdout.splitlines() if done is not None else ():
+        try:
+            fault = msgspec.json.decode(line, type=Fault)
+        except msgspec.MsgspecError:
+            continue  # a remark of a library
+        if fault.part == "tokenizer":
+            # Daemons see token ids only: a folder that never had a tokenizer is enough for whoever sends those.
+            found = problem if (folder / "tokenizer.json").exists() else warning
+            remedy = "download the model's tokenizer files again"
+            yield found("model", f"no text can be turned into tokens: {fault.error}", remedy)
+        else:
+            yield problem("model", f"{folder}: {fault.error}", fault.remedy)
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """A probe, in a process of its own, since MLX binds its BLAS once; None when it took too long."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return subprocess.run(
+            [sys.executable, *arguments],
             capture_output=True,
             text=True,
             timeout=PROBE_TIMEOUT_S,
@@ -67,7 +96,12 @@ def _run_probe() -> tuple[int, str]:
             env={**os.environ, "OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", "1")},
             check=False,
         )
-    except subprocess.TimeoutExpired:
+    return None
+
+
+def _last_line(done: subprocess.CompletedProcess[str] | None) -> tuple[int, str]:
+    """The probe's exit code and the last line it wrote."""
+    if done is None:
         return 1, ""
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
     return done.returncode, lines[-1] if lines else ""

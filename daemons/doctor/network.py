@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from daemons.bus_note import nodes_here
 from daemons.doctor.ports import try_to_bind
 from daemons.doctor.site import Site
 from kakeya_zmq.client import Client
@@ -54,7 +55,7 @@ class Reach:
 
 def addresses_of(site: Site) -> list[str]:
     """Whom to ask: what was named, the nodes of this machine, and the configured peers; each once."""
-    found = [*site.addresses, *(member.address for member in site.members)]
+    found = [*site.addresses, *(member.address for member in (*site.members, *site.ended))]
     for settings in site.settings.values():
         found += settings.peer
         if settings.role == "primary":
@@ -64,6 +65,11 @@ def addresses_of(site: Site) -> list[str]:
         if bind and bind not in found and try_to_bind(parse_address(bind)) == errno.EADDRINUSE:
             found.append(bind)
     return list(dict.fromkeys(found))
+
+
+def told_here(site: Site) -> list[str]:
+    """Where the running nodes of this home tell others to reach them, however they were started; each once."""
+    return list(dict.fromkeys(filter(None, map(_loopback_of, nodes_here(site.home)))))
 
 
 def each_once(views: Iterable[NodeView]) -> list[NodeView]:

@@ -6,16 +6,16 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import Final
 
 from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.doctor.network import MACOS_NO_ROUTE, NodeView, Reach
+from daemons.fleet import Member
 from kakeya_zmq.compat import TENANT_KEY_ID, Compatibility
 from kakeya_zmq.decode_worker.values import WorkerState
 from kakeya_zmq.io.connections import REFUSED_WRONG_PSK
-from wire.errors import FailureCode, RequestFailed
 
 SKEW_WARNING_MS: Final = 5_000.0
 ROUND_TRIP_WARNING_MS: Final[dict[str, float]] = {"thunderbolt": 5.0, "lan": 20.0, "tailscale": 200.0, "public": 500.0}
@@ -45,23 +45,33 @@ def judge_reach(address: str, seen: Reach, platform: str = sys.platform) -> Find
     return problem("reach", f"{address} cannot be reached: {os.strerror(seen.error)}", "check the address and the network")
 
 
-def judge_refusal(address: str, error: RequestFailed) -> Finding:
-    """A node listens, and the conversation did not come about."""
-    if error.code is FailureCode.UNAUTHENTICATED:
-        remedy = "copy fleet.psk from that machine (scp -p); `kakeya key show` tells the key ids"
-        return problem("keys", f"{address} has another fleet key", remedy)
+def judge_wrong_key(addresses: Sequence[str]) -> Finding:
+    """Nodes that do not take our fleet key: mostly it is ours that is wrong, so all of them are one fault."""
+    *others, last = addresses
+    text = f"{', '.join(others)} and {last} have another fleet key" if others else f"{last} has another fleet key"
+    remedy = "copy fleet.psk from that machine (scp -p); `kakeya key show` tells the key ids"
+    return problem("keys", text, remedy)
+
+
+def judge_refusal(address: str) -> Finding:
+    """Something listens, and the conversation did not come about."""
     text = f"something listens at {address} and does not answer as a node"
     return problem("reach", text, "is it a kakeya node of the same version? `kakeya logs` there tells more")
 
 
-def judge_nodes(views: Sequence[NodeView]) -> Iterator[Finding]:
-    """Everything that one can tell from the nodes that answered."""
+def judge_nodes(views: Sequence[NodeView], ended: Sequence[Member] = ()) -> Iterator[Finding]:
+    """Everything that one can tell from the nodes that answered.
+
+    Args:
+        ended: nodes of this machine that are known to be gone: it is nobody's fault that they are not reached.
+    """
+    gone = {(member.node_id, _port(member.address)) for member in ended}
     for view in views:
         yield _state(view)
         yield from _memory(view)
         yield from _decode_worker(view)
         yield from _clocks(view)
-        yield from _links(view)
+        yield from _links(view, gone)
         yield from _refusals(view)
     yield from _one_way(views)
     yield from _namespaces(views)
@@ -105,9 +115,16 @@ def _clocks(view: NodeView) -> Iterator[Finding]:
             yield warning("clocks", text, "let both machines set their clocks by the network (NTP)")
 
 
-def _links(view: NodeView) -> Iterator[Finding]:
+def _port(address: str) -> str:
+    """One process has it at every address of its machine."""
+    return address.rpartition(":")[2]
+
+
+def _links(view: NodeView, gone: Collection[tuple[str, str]]) -> Iterator[Finding]:
     for name, row in sorted(view.peers.items()):
         state, error = str(row.get("state", "")), str(row.get("error") or "")
+        if state != CONNECTED and (name, _port(str(row.get("address", "")))) in gone:
+            continue
         if error and state != CONNECTED:
             remedy = (
                 LOCAL_NETWORK if str(MACOS_NO_ROUTE) in error else f"run `kakeya doctor` on the machine of {view.node_id}"

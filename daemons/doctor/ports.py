@@ -6,6 +6,7 @@ import errno
 import socket
 from collections.abc import Iterator
 
+from daemons.addresses import SHARED_PORT_REMEDY, shared_ports
 from daemons.doctor.finding import Finding, ok, problem
 from daemons.doctor.site import Site
 from daemons.port_owner import ENDED, PortUse, connection_of, describe, port_use
@@ -26,6 +27,9 @@ def examine_ports(site: Site) -> Iterator[Finding]:
                 continue
             if address.port:
                 yield examine_port(role, address, ours)
+        for one, other, port in shared_ports(settings):
+            flags = " and ".join("--" + name.replace("_", "-") for name in (one, other))
+            yield problem("ports", f"{role}: {flags} are the same port {port} of one daemon", SHARED_PORT_REMEDY)
 
 
 def examine_port(role: str, address: Address, ours: set[int], flag: str = "--bind", *, only: str = "") -> Finding:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from daemons.fleet import Member, live_members
+from daemons.fleet import Member, load_fleet
 from daemons.service_definitions import installed_definitions
 from kakeya_zmq.config import Settings, find_config_file, kakeya_home, resolve_settings
 from kakeya_zmq.option_values import ALL_ROLES
@@ -16,7 +16,10 @@ from wire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """``settings``: by role; empty when ``config_error`` says what is wrong with them. ``members``: of ``kakeya up``."""
+    """``settings``: by role; empty when ``config_error`` says what is wrong with them.
+
+    ``members``: what ``kakeya up`` has started and still runs; ``ended``: what it has started and nobody has stopped since.
+    """
 
     home: Path
     psk_file: Path
@@ -28,6 +31,7 @@ class Site:
     quick: bool = False
     services: Mapping[str, Path | None] = field(default_factory=dict)
     """Those whose settings are judged in the place of what the environment would give their roles, and their files."""
+    ended: tuple[Member, ...] = ()
     notes_error: ConfigError | None = None
     """Why nothing is known of what `kakeya up` started."""
 
@@ -48,10 +52,12 @@ def this_site(addresses: tuple[str, ...], *, config: str, quick: bool) -> Site:
                 services[service.name] = service.config_file
     psk_file = Path(settings["primary"].fleet_psk_file)
     try:
-        members = live_members()
+        noted = load_fleet()
     except ConfigError as error:
         return Site(home, psk_file, settings, None, file, (), addresses, quick, services, notes_error=error)
-    return Site(home, psk_file, settings, None, file, members, addresses, quick, services)
+    alive = tuple(member for member in noted if member.alive)
+    ended = tuple(member for member in noted if member not in alive)
+    return Site(home, psk_file, settings, None, file, alive, addresses, quick, services, ended)
 
 
 def naming_file(message: str, file: Path | None) -> str:

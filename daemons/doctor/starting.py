@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from daemons.doctor.finding import Finding, ok, problem, warning
 from daemons.doctor.ports import examine_port
 from daemons.doctor.site import Site
 from daemons.engine_host import parse_assertions
 from daemons.health_server import HOST
+from daemons.membership import INCARNATION_FILE
 from daemons.memory import physical_memory_bytes
 from daemons.memory_guard import memory_levels
 from daemons.own_addresses import can_be_reached, look_up
+from kakeya_zmq.audit import AUDIT_FILE
 from kakeya_zmq.config import Settings
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.known_nodes import load_known_nodes
@@ -23,6 +28,7 @@ from kakeya_zmq.model.revision import weight_files
 from kakeya_zmq.revocation_file import load_revocations
 from kakeya_zmq.roster import Roster
 from wire.errors import ConfigError, KakeyaError
+from wire.files import ODD_FILE_REMEDY
 from wire.limits import GIB, MIB
 
 FOLDERS: Final = ("nodes", "run", "logs", "tenants")
@@ -45,13 +51,14 @@ def examine_starting(site: Site) -> Iterator[Finding]:
 
 
 def _home(home: Path) -> Iterator[Finding]:
-    if not home.exists():
-        return
-    if not home.is_dir():
+    if home.exists() and not home.is_dir():
         yield problem("start", f"{home} is not a folder", "move it away, or set KAKEYA_HOME to a folder")
         return
     for folder in (home, *(home / name for name in FOLDERS), *_node_folders(home)):
-        if folder.exists() and not folder.is_dir():
+        if _is_dangling(folder):
+            text = f"{folder} is a link to {os.readlink(folder)}, which is not there"
+            yield problem("start", text, f"make that folder (is its disk mounted?), or remove the link: rm {folder}")
+        elif folder.exists() and not folder.is_dir():
             yield problem("start", f"{folder} is not a folder", f"move it away: mv {folder} {folder}.old")
         elif folder.exists() and not is_writable(folder):
             yield problem("start", f"this user may not write to {folder}", f"chmod u+rwx {folder}, or see who owns it")
@@ -65,8 +72,12 @@ def is_writable(folder: Path) -> bool:
 
 def _node_folders(home: Path) -> list[Path]:
     with contextlib.suppress(OSError):
-        return sorted(path for path in (home / "nodes").iterdir() if path.is_dir())
+        return sorted(path for path in (home / "nodes").iterdir() if path.is_dir() or _is_dangling(path))
     return []
+
+
+def _is_dangling(path: Path) -> bool:
+    return path.is_symlink() and not path.exists()
 
 
 def _state(site: Site) -> Iterator[Finding]:
@@ -82,6 +93,9 @@ def _state(site: Site) -> Iterator[Finding]:
                 load(folder)
             except ConfigError as error:
                 yield _refused(error, "check its mode")
+        for path in (folder / AUDIT_FILE, folder / INCARNATION_FILE):
+            if path.exists() and not path.is_file():
+                yield problem("start", f"{path} is not a regular file", ODD_FILE_REMEDY)
 
 
 def _refused(error: KakeyaError, remedy: str) -> Finding:
@@ -121,9 +135,40 @@ def _advertised(role: str, settings: Settings) -> Iterator[Finding]:
     if not can_be_reached(host):
         text = f"{role}: it advertises {settings.advertise}, where nobody can reach it"
         yield problem("start", text, "--advertise is the address that other machines use; --bind may be 0.0.0.0")
-    elif host not in look_up([host]):
+        return
+    literal = look_up([host]).get(host)
+    if literal is None:
         text = f"{role}: the host name in --advertise {settings.advertise} has no address here: it is not announced"
         yield warning("start", text, "write an IP address, or see that this machine can look the name up")
+    elif is_loopback(literal) and not settings.endpoint and not _is_for_this_machine(settings.bind):
+        for peer in _elsewhere(settings)[:1]:
+            text = f"{role}: it advertises {settings.advertise}, which leads {peer} to itself, not to here"
+            yield problem("start", text, "--advertise is the address that other machines use; --bind may be 0.0.0.0")
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def _is_for_this_machine(bind: str) -> bool:
+    """Whether nobody else could reach what serves there; so it is when that cannot be told."""
+    with contextlib.suppress(ConfigError):
+        return is_loopback(parse_address(bind).host)
+    return True
+
+
+def _elsewhere(settings: Settings) -> list[str]:
+    """The configured peers that are other machines for sure."""
+    hosts: dict[str, str] = {}
+    for text in (*settings.peer, *((*settings.cache_peer, *settings.worker) if settings.role == "primary" else ())):
+        with contextlib.suppress(ConfigError):
+            hosts[text] = parse_address(text).host
+    literals = look_up(hosts.values())
+    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
+    found = {text: literals.get(host, "127.0.0.1") for text, host in hosts.items()}
+    return [text for text, literal in found.items() if literal not in own and not is_loopback(literal)]
 
 
 def _weights_bytes(settings: Settings) -> int:

@@ -276,6 +276,32 @@ def test_a_file_where_a_folder_should_be(doctor: Doctor) -> None:
     assert "mv " in doctor.one(f"{doctor.home / 'nodes'} is not a folder")["remedy"]
 
 
+@pytest.mark.parametrize("name", ["nodes", "run", "nodes/n"])
+def test_a_link_to_a_folder_that_is_not_there(doctor: Doctor, name: str) -> None:
+    link = doctor.home / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(doctor.home / "gone")
+    found = doctor.one(f"{link} is a link to {doctor.home / 'gone'}, which is not there")
+    assert (found["level"], found["subject"]) == ("problem", "start")
+    assert f"rm {link}" in found["remedy"]
+    (doctor.home / "gone").mkdir()
+    assert not doctor.about("start")
+
+
+def test_a_home_that_is_a_link_to_nothing(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = doctor.home / "link"
+    link.symlink_to(doctor.home / "gone")
+    monkeypatch.setenv("KAKEYA_HOME", str(link))
+    assert "KAKEYA_HOME" not in doctor.one(f"{link} is a link to")["remedy"]
+
+
+@pytest.mark.parametrize("name", ["audit.jsonl", "incarnation"])
+def test_a_folder_where_a_file_of_a_node_should_be(doctor: Doctor, name: str) -> None:
+    (doctor.home / "nodes" / "n" / name).mkdir(parents=True)
+    found = doctor.one(f"{doctor.home / 'nodes' / 'n' / name} is not a regular file")
+    assert (found["level"], found["subject"]) == ("problem", "start")
+
+
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="no users here")
 def test_a_folder_that_this_user_may_not_write_to() -> None:
     """Asked as somebody who is not root, whom no mode keeps out."""

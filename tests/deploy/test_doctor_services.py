@@ -132,6 +132,45 @@ def test_a_program_that_the_service_manager_looks_for_is_not_judged(doctor: Doct
     assert not [row for row in doctor.about("services") if " starts " in row["text"]]
 
 
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_role_that_there_is_none_of(doctor: Doctor, name: str) -> None:
+    definition = doctor.install(name)
+    definition.write_text(re.sub(r"([> ])worker([< ])", r"\1wroker\2", definition.read_text()))
+    (found,) = [row for row in doctor.about("services") if row["level"] == "problem" and "wroker" in row["text"]]
+    assert found["text"] == f"{Path(name).stem} starts `kakeya wroker`, which is none of primary, worker, cache, dashboard"
+    assert "run its install script again" in found["remedy"]
+
+
+@pytest.mark.parametrize("name", [f"{name}.plist" for name in AGENTS] + [f"{name}.service" for name in UNITS])
+def test_a_service_whose_folder_was_removed(doctor: Doctor, name: str) -> None:
+    """That of its logs and of what it does is the same one here: one fault."""
+    folder = doctor.home.parent / "another 50% home"
+    folder.mkdir()
+    doctor.install(name, KAKEYA_HOME=str(folder))
+    assert not [row for row in doctor.about("services") if "which is no folder" in row["text"]]
+    folder.rmdir()
+    (found,) = [row for row in doctor.about("services") if "which is no folder" in row["text"]]
+    assert found["level"] == "problem"
+    assert found["text"].startswith(f"{Path(name).stem} writes its log to {folder}, which is no folder")
+    assert f"mkdir -p '{folder}'" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("StandardOutput=journal\nStandardError=inherit\n", []),
+        ("StandardOutput=append:%h/log\nWorkingDirectory=~\nStandardError=\n", []),
+        ("StandardOutput = file:/nowhere/1/log\nStandardError=append:/nowhere/2/log\n", ["/nowhere/1", "/nowhere/2"]),
+    ],
+)
+def test_logs_that_a_unit_writes_elsewhere(doctor: Doctor, lines: str, told: list[str]) -> None:
+    own = doctor.install("kakeya-worker.service").with_name("kakeya-worker.service.d")
+    own.mkdir()
+    (own / "override.conf").write_text(f"[Service]\n{lines}")
+    rows = [row["text"] for row in doctor.about("services") if "which is no folder" in row["text"]]
+    assert [text.split(", which")[0] for text in rows] == [f"kakeya-worker writes its log to {folder}" for folder in told]
+
+
 def test_every_definition_has_a_script_that_installs_it() -> None:
     assert set(INSTALL_COMMANDS) == {*AGENTS, *UNITS}
     for name, command in INSTALL_COMMANDS.items():
