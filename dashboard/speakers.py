@@ -25,7 +25,9 @@ from kakeya_zmq.file_lock import locked
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes, save_known_nodes
 from kakeya_zmq.protocol.identities import OTHER_KEY, IdentityBook
 from kakeya_zmq.roster import ROSTER_FILE, Roster
+from kakeya_zmq.user_paths import user_path
 from wire.errors import ConfigError
+from wire.files import file_state, make_private_folder
 from wire.keys import TelemetryKey
 
 _log = logging.getLogger(__name__)
@@ -74,10 +76,10 @@ class Speakers:
         self._ask_paired = paired
         self._paired = paired()
         self._roster: Roster | None = None
-        self._roster_seen = _look(roster_file)
+        self._roster_seen = file_state(roster_file)
         if roster_file is not None:
             self._roster = Roster.load_if_any(roster_file, named=roster_is_named)
-        self._file_seen = _look(self._file)
+        self._file_seen = file_state(self._file)
         known = load_known_nodes(folder) if folder is not None else {}
         self._written = set(known)
         self._book = IdentityBook(_NOBODY, known)
@@ -118,7 +120,7 @@ class Speakers:
         if self._folder is None:
             return
         try:
-            if _look(self._file) != self._file_seen:
+            if file_state(self._file) != self._file_seen:
                 self._merge()
             if self._unsaved and now - self._saved_at >= SAVE_S:
                 self._save(now)
@@ -142,7 +144,7 @@ class Speakers:
         return self._roster.judge(node_id, public_key, ())
 
     def _look_at_roster(self) -> None:
-        seen = _look(self._roster_file)
+        seen = file_state(self._roster_file)
         if seen == self._roster_seen or self._roster_file is None:
             return
         self._roster_seen = seen
@@ -160,7 +162,7 @@ class Speakers:
     def _merge(self) -> None:
         """What somebody took out of the file is forgotten, what another reader wrote into it counts."""
         assert self._folder is not None
-        self._file_seen = _look(self._file)
+        self._file_seen = file_state(self._file)
         if self._file_seen is None:
             return  # a file that is gone says nothing; it is written again
         kept = load_known_nodes(self._folder)
@@ -179,12 +181,12 @@ class Speakers:
     def _save(self, now: float) -> None:
         assert self._folder is not None
         self._saved_at = now
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(self._folder)
         with locked(self._folder):
             self._merge()
             known = self._book.nodes()
             save_known_nodes(self._folder, known)
-            self._written, self._file_seen = set(known), _look(self._file)
+            self._written, self._file_seen = set(known), file_state(self._file)
         self._unsaved = self._error_told = False
 
 
@@ -209,11 +211,11 @@ def speakers_of(
         mark = hashlib.blake2b(key=key.seal_key, digest_size=8, person=_PERSON_FOLDER).hexdigest()
         return Speakers(home / FOLDER / mark, paired=paired)
     psk_file = os.environ.get("KAKEYA_FLEET_PSK_FILE", "")
-    beside = Path(psk_file).expanduser().parent if psk_file else home
+    beside = user_path(psk_file, "KAKEYA_FLEET_PSK_FILE").parent if psk_file else home
     roster_file = os.environ.get("KAKEYA_ROSTER_FILE", "")
     return Speakers(
         home / FOLDER,
-        roster_file=Path(roster_file).expanduser() if roster_file else beside / ROSTER_FILE,
+        roster_file=user_path(roster_file, "KAKEYA_ROSTER_FILE") if roster_file else beside / ROSTER_FILE,
         roster_is_named=bool(roster_file),
         paired=paired,
     )
@@ -226,17 +228,6 @@ def reader_folders(home: Path) -> list[Path]:
 
 def _is_same(one: Path, other: Path) -> bool:
     try:
-        return one.expanduser().samefile(other)
+        return one.samefile(other)
     except OSError:
         return False
-
-
-def _look(path: Path | None) -> tuple[int, int, int] | None:
-    """What tells one state of a file from the next; None when there is none."""
-    if path is None:
-        return None
-    try:
-        found = os.stat(path)
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
