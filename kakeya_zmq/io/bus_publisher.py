@@ -6,7 +6,8 @@ It also tells us of each new subscriber, which is the moment to publish the pres
 before a subscription arrived is lost to that subscriber, without any error.
 
 Who reads needs no more than the telemetry key, and is no member. libzmq takes in all that a subscriber sends, whatever the
-high-water mark says. So one that sends anything but a few subscriptions is cut, and its frames have 1 KiB at most.
+high-water mark says. So one that sends anything but a few subscriptions is cut, and its frames have 1 KiB at most. All
+readers have the same key, so whoever fills all places makes room for newcomers: see :mod:`kakeya_zmq.io.connections`.
 
 PUB/SUB drops silently when a subscriber is slow: :mod:`kakeya_zmq.io.bus_subscriber` counts what is missing.
 """
@@ -21,7 +22,7 @@ from typing import Final
 
 import zmq
 
-from kakeya_zmq.io.connections import CONNECTIONS_MAX, Connection, ConnectionGuard
+from kakeya_zmq.io.connections import ADDRESS_SHARE, CONNECTIONS_MAX, REFUSED_CROWDED, Connection, ConnectionGuard
 from kakeya_zmq.io.incoming import MessageReader
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import BUS_PUB, Address, apply_curve_server, create_socket
@@ -80,7 +81,8 @@ class Publisher:
     ) -> None:
         reactor.check_thread()
         self.counters: Counter[str] = Counter()
-        """``published``, ``oversize``, ``subscriptions_refused``, ``readers_cut``, ``handshakes_rejected``."""
+        """``published``, ``oversize``, ``subscriptions_refused``, ``readers_cut``, ``readers_crowded_out``,
+        ``handshakes_rejected``."""
         self._reactor = reactor
         self._local = local
         self._keys = group_keys(fleet_key)
@@ -101,7 +103,11 @@ class Publisher:
         reactor.gate.allow_curve(self._domain, {curve.public})
         apply_curve_server(self._socket, curve, self._domain)
         self._connections = ConnectionGuard(
-            reactor, self._socket, on_refused=self._rejected, connections_max=connections_max
+            reactor,
+            self._socket,
+            on_refused=self._rejected,
+            connections_max=connections_max,
+            address_share=ADDRESS_SHARE,
         )
         try:
             self.address = bind_socket(self._socket, bind)
@@ -218,7 +224,7 @@ class Publisher:
             self._connections.cut(reader.connection, REFUSED_TALKER)
 
     def _rejected(self, reason: str) -> None:
-        self.counters["handshakes_rejected"] += 1
+        self.counters["readers_crowded_out" if reason == REFUSED_CROWDED else "handshakes_rejected"] += 1
         self._tell(reason)
 
     def _tell(self, reason: str) -> None:

@@ -8,9 +8,16 @@ plane those in use by a session (whose number is bounded for each identity), on 
 * Connections that are not proven: at most ``unproven_max``.
 * Connections altogether: at most ``connections_max``.
 
-What is cut beyond a bound is always one that is not proven (the newest one is not, so there is one): the oldest one of the
+What is cut beyond a bound is one that is not proven (the newest one is not, so there is one): the oldest one of the
 address in question, else of the address that has the most of them. An honest handshake takes milliseconds, a silent
 stranger's has all the time in the world.
+
+Where being proven says little, as on the bus, whose readers all have the same key, proven ones make room, too
+(``address_share``). An eighth of all places is kept for who is not proven yet, so that everybody gets through a handshake.
+Who is proven when the other places are taken gets that of some other connection of the address that has most proven ones:
+of any one of them. The oldest would be the reader that was there before a crowd came to its address, the newest the one that
+has just got in; so each has the same chance, and a crowd mostly pushes out itself. An address with no more than its share
+loses none. A stranger without the key pushes out nobody who is proven.
 
 A connection is cut by shutting its TCP stream down; libzmq then sees an ordinary end. The monitor names a connection by its
 file descriptor, which may be another one's by the time we read that; :mod:`kakeya_zmq.io.borrowed` sees to it that only a
@@ -25,9 +32,10 @@ descriptors, thousands in a second (who looks at the descriptors instead: ``daem
 from __future__ import annotations
 
 import contextlib
+import secrets
 import struct
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -44,12 +52,17 @@ REFUSED_UNFINISHED: Final = "a connection ended before its handshake was through
 REFUSED_UNPROVEN: Final = "a silent connection was cut: too many of them"
 REFUSED_TOO_MANY: Final = "a connection was refused: too many connections"
 REFUSED_ADDRESS: Final = "a connection was refused: too many from one address"
+REFUSED_CROWDED: Final = "a reader was cut: its address has most of the places, and another one needed one"
 REFUSED_NO_DESCRIPTOR: Final = "a connection could not be accepted: out of file descriptors"
 """Not seen here: told by who looks at the descriptors of the process."""
 UNPROVEN_MAX: Final = 256
 """Handshakes under way at once: a fleet of two hundred nodes that start in the same moment."""
 CONNECTIONS_MAX: Final = 1024
 """As many as there are sessions."""
+ADDRESS_SHARE: Final = 8
+"""Readers of one address that nobody pushes out: the nodes, dashboards and monitors of one machine."""
+_NEWCOMERS_SHARE: Final = 8
+"""One place of so many is kept for who is not proven yet, where proven ones make room."""
 
 _EVENT: Final = struct.Struct("=HI")
 _EVENTS_PER_TURN: Final = 64
@@ -86,7 +99,11 @@ class ConnectionGuard:
         on_refused: told the reason of each refused or cut connection.
         unproven_max: most connections that are not proven; never more than half of all.
         connections_max: most connections.
-        address_max: most connections from one address; half of all when None.
+        address_max: most connections from one address. None: half of all, or, where proven ones make room, all that nobody
+            else wants.
+        address_share: proven connections make room for newly proven ones, but of an address with no more than so many. None:
+            no proven one does.
+        choose: one of those that may make room, by file descriptor.
     """
 
     def __init__(
@@ -98,13 +115,21 @@ class ConnectionGuard:
         unproven_max: int = UNPROVEN_MAX,
         connections_max: int = CONNECTIONS_MAX,
         address_max: int | None = None,
+        address_share: int | None = None,
+        choose: Callable[[Sequence[int]], int] = secrets.choice,
     ) -> None:
         self._reactor = reactor
         self._watched = socket
         self._on_refused = on_refused
         self._unproven_max = min(unproven_max, max(1, connections_max // 2))
         self._connections_max = connections_max
-        self._address_max = max(1, connections_max // 2) if address_max is None else address_max
+        if address_max is None:
+            address_max = max(1, connections_max // 2) if address_share is None else connections_max
+        self._address_max = address_max
+        self._address_share = address_share
+        self._proven_max = max(1, connections_max - max(1, connections_max // _NEWCOMERS_SHARE))
+        """Where proven ones make room."""
+        self._choose = choose
         self._port: int | None = None
         self._known: dict[int, Connection] = {}
         """By file descriptor."""
@@ -148,8 +173,8 @@ class ConnectionGuard:
                 self._take_events(None)
             if not wholly and descriptor in self._unproven:
                 self._unproven[descriptor] = True
-            elif wholly:
-                self._unproven.pop(descriptor, None)
+            elif wholly and self._unproven.pop(descriptor, None) is not None:
+                self._make_room(descriptor)
         return self._known.get(descriptor)
 
     def doubt(self, connection: Connection) -> None:
@@ -236,6 +261,19 @@ class ConnectionGuard:
             self._cut(self._least_wanted(), REFUSED_UNPROVEN)
         elif self.connections > self._connections_max:
             self._cut(self._least_wanted(), REFUSED_TOO_MANY)
+
+    def _make_room(self, newest: int) -> None:
+        """One more is proven. Where that is one too many, some other one goes; it goes itself where no address has more than
+        its share.
+        """
+        if self._address_share is None or len(self._known) - len(self._unproven) <= self._proven_max:
+            return
+        proven = {each: connection.host for each, connection in self._known.items() if each not in self._unproven}
+        host, count = Counter(proven.values()).most_common(1)[0]
+        if count > self._address_share:
+            self._cut(self._choose([each for each in proven if proven[each] == host and each != newest]), REFUSED_CROWDED)
+        else:
+            self._cut(newest, REFUSED_TOO_MANY)
 
     def _least_wanted(self) -> int:
         return oldest_of_busiest({each: self._known[each].host for each in self._unproven})

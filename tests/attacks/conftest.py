@@ -11,9 +11,15 @@ from tests.attacks.kit import Siege
 from tests.fleet_rig import Fleet, kept_fleet
 
 
+@pytest.fixture(autouse=True)
+def _many_descriptors() -> None:
+    """The attacker's own side of some thousand connections. For each test: importing mlx_lm, which another file's fixture
+    may do in this process, sets the limit to 2,048."""
+    raise_descriptor_limit()
+
+
 @pytest.fixture(scope="package")
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    raise_descriptor_limit()  # the attacker's own side of some thousand connections
     home = tmp_path_factory.mktemp("attacks")
     # No node of it has a model.
     with kept_fleet(request, home / "no-model", home) as fleet:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket as os_socket
 import threading
 from collections.abc import Iterator
@@ -42,8 +41,7 @@ def poor_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture
-def poor(fleet: Fleet, poor_fleet: Fleet) -> Siege:
-    """After the package's fleet, with which this process may have many descriptors itself."""
+def poor(poor_fleet: Fleet) -> Siege:
     return Siege(poor_fleet, "limited")
 
 
@@ -59,13 +57,11 @@ def knocking(port: int) -> Iterator[None]:
     def knock() -> None:
         with contextlib.ExitStack() as stack:
             held: list[os_socket.socket] = []
-            for number in itertools.count():
-                if stop.is_set():
-                    return
+            while not stop.is_set():
                 with contextlib.suppress(OSError):  # the transfer has ended, and with it the port
                     each = stack.enter_context(os_socket.create_connection(("127.0.0.1", port), timeout=20))
                     held.append(each)
-                    if number >= 2 * LIMIT:
+                    if len(held) > LIMIT:
                         held.pop(0).close()
 
     thread = threading.Thread(target=knock, name="stranger")

@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from typing import Final
 
+import psutil
 import pytest
 import zmq
 
 from kakeya_zmq.io.bus_publisher import REFUSED_TALKER
-from kakeya_zmq.io.connections import REFUSED_UNFINISHED
+from kakeya_zmq.io.connections import REFUSED_CROWDED, REFUSED_UNFINISHED
 from tests.attacks.kit import Siege
+from tests.fleet_rig import Fleet, kept_fleet, wait_until
 from tests.vectors import independent as wire
 
 NODE: Final = b"\x42"
 TALKERS: Final = 3
 SECONDS: Final = 1.5
+CONNECTIONS_MAX: Final = 64
+READERS_MAX: Final = 56
+"""Of those places: the others are kept for newcomers."""
+
+
+@pytest.fixture(scope="module")
+def narrow_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    home = tmp_path_factory.mktemp("talkers")
+    with kept_fleet(request, home / "no-model", home) as fleet:
+        node = fleet.add("cache", "--max-connections", str(CONNECTIONS_MAX), name="narrow")
+        node.launch()
+        node.wait_ready()
+        yield fleet
+
+
+@pytest.fixture
+def narrow(narrow_fleet: Fleet) -> Siege:
+    return Siege(narrow_fleet, "narrow")
+
+
+def bus_port(siege: Siege) -> int:
+    return int(siege.status().sections["node"]["bus_port"] or 0)
 
 
 @contextlib.contextmanager
-def reader(siege: Siege, kind: int) -> Iterator[zmq.Socket[bytes]]:
+def reader(siege: Siege, kind: int, host: str = "127.0.0.1") -> Iterator[zmq.Socket[bytes]]:
     """Connected to the bus with the keys that the telemetry key gives."""
-    port = int(siege.status().sections["node"]["bus_port"] or 0)
+    port = bus_port(siege)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = context.socket(kind)
     socket.linger = 0
     public, secret = wire.bus_curve_pair(wire.purpose_key(siege.psk, "kz bus telemetry"))
     socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = public, secret, public
-    socket.connect(f"tcp://127.0.0.1:{port}")
+    socket.connect(f"tcp://{host}:0;127.0.0.1:{port}")
     try:
         yield socket
     finally:
@@ -76,3 +101,41 @@ def test_a_reader_that_talks_is_cut_and_fills_no_memory(siege: Siege, frame: byt
         while honest.poll(0):
             honest.recv_multipart()
         assert honest.poll(10_000), "and after it"
+
+
+def hears(socket: zmq.Socket[bytes]) -> None:
+    """From now on, and not just what has come already."""
+    while socket.poll(0):
+        socket.recv_multipart()
+    assert socket.poll(10_000)
+
+
+def bus_connections(siege: Siege, host: str) -> int:
+    """Of one address, finished handshake or not."""
+    port = bus_port(siege)
+    connections = psutil.Process(siege.node.pid).net_connections("tcp")
+    return sum(each.laddr.port == port and bool(each.raddr) and each.raddr.ip.endswith(host) for each in connections)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+def test_readers_from_two_addresses_that_hold_every_place_keep_nobody_out(narrow: Siege) -> None:
+    """They come back whenever they are cut."""
+    with narrow.expect(REFUSED_CROWDED, count=20), reader(narrow, zmq.SUB) as before, contextlib.ExitStack() as stack:
+        before.setsockopt(zmq.SUBSCRIBE, NODE)
+        hears(before)
+        for number in range(CONNECTIONS_MAX + 16):
+            holder = stack.enter_context(reader(narrow, zmq.SUB, f"127.0.0.{2 + number % 2}"))
+            holder.setsockopt(zmq.SUBSCRIBE, NODE)
+        wait_until(
+            lambda: bus_connections(narrow, "127.0.0.2") + bus_connections(narrow, "127.0.0.3") >= READERS_MAX - 1,
+            "every place is held",
+        )
+        for host in ("127.0.0.1", "127.0.0.4", "127.0.0.5", "127.0.0.1"):
+            late = stack.enter_context(reader(narrow, zmq.SUB, host))
+            late.setsockopt(zmq.SUBSCRIBE, NODE)
+            hears(late)
+            hears(late)
+        with reader(narrow, zmq.SUB, "127.0.0.2") as neighbour:
+            neighbour.setsockopt(zmq.SUBSCRIBE, NODE)
+            hears(neighbour)
+        hears(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,7 +12,7 @@ import zmq
 
 from kakeya_zmq.io.bus_publisher import REFUSED_TALKER, REQUESTS_MAX, Publisher
 from kakeya_zmq.io.bus_subscriber import Subscriber
-from kakeya_zmq.io.connections import REFUSED_UNFINISHED
+from kakeya_zmq.io.connections import ADDRESS_SHARE, REFUSED_CROWDED, REFUSED_UNFINISHED
 from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, bind, create_socket
 from tests.loopback.reactor_kit import node, run_until
@@ -263,13 +264,13 @@ def test_only_one_byte_topics_are_granted(reactor: Reactor) -> None:
 
 
 @contextlib.contextmanager
-def talker(reactor: Reactor, publisher: Publisher) -> Iterator[zmq.Socket[bytes]]:
+def talker(reactor: Reactor, publisher: Publisher, host: str = "127.0.0.1") -> Iterator[zmq.Socket[bytes]]:
     """Holds the telemetry key, and can send what it likes; does not come back when it is cut."""
     socket = create_socket(reactor.context, zmq.XSUB, BUS_SUB)
     curve = KEY.telemetry_key().bus_curve()
     apply_curve_client(socket, curve.public, curve)
     socket.reconnect_ivl = -1
-    socket.connect(publisher.address.zmq_endpoint())
+    socket.connect(f"tcp://{host}:0;{publisher.address}")
     try:
         yield socket
     finally:
@@ -357,6 +358,31 @@ def test_readers_that_come_and_go_are_forgotten(reactor: Reactor) -> None:
         run_until(reactor, lambda: not publisher.has_subscribers(Topic.NODE))
         run_until(reactor, lambda: publisher._connections.connections == 0)
     assert len(publisher._readers) <= 8
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+def test_readers_from_two_addresses_that_fill_all_places_keep_nobody_out(reactor: Reactor) -> None:
+    refused: list[str] = []
+    publisher = Publisher(
+        reactor, bind=LOOPBACK, local=node("p"), fleet_key=KEY, on_refused=refused.append, connections_max=32
+    )
+    before = Listener(reactor, Topic.NODE, address=publisher.address)
+    run_until(reactor, lambda: publisher.has_subscribers(Topic.NODE))
+    with contextlib.ExitStack() as stack:
+        for number in range(27):
+            holder = stack.enter_context(talker(reactor, publisher, f"127.0.0.{2 + number % 2}"))
+            holder.send(b"\x01" + Topic.NODE.frame)
+            run_until(reactor, lambda: publisher._subscriptions[Topic.NODE] == number + 2)  # noqa: B023
+        assert refused == []
+        late: list[Listener] = []
+        while len(late) < ADDRESS_SHARE - 1:
+            late.append(Listener(reactor, Topic.NODE, address=publisher.address))
+            run_until(reactor, lambda: len(refused) == len(late))
+        run_until(reactor, lambda: publisher._connections.connections == 28)
+        assert publisher.counters == {"readers_crowded_out": len(late)}
+        publisher.publish(Topic.NODE, b"figures")
+        run_until(reactor, lambda: all(each.payloads == [b"figures"] for each in [before, *late]))
+    assert set(refused) == {REFUSED_CROWDED}
 
 
 def test_a_taken_port_is_a_clear_error(reactor: Reactor) -> None:

@@ -9,7 +9,7 @@ import socket as os_socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import zmq
@@ -17,6 +17,7 @@ import zmq
 from kakeya_zmq.io.borrowed import host_of
 from kakeya_zmq.io.connections import (
     REFUSED_ADDRESS,
+    REFUSED_CROWDED,
     REFUSED_TOO_MANY,
     REFUSED_UNFINISHED,
     REFUSED_UNPROVEN,
@@ -29,12 +30,22 @@ from tests.loopback.reactor_kit import WAIT_S, run_until
 
 UNPROVEN_MAX = 5
 CONNECTIONS_MAX = 12
+READERS_MAX = 14
+"""Of 16 places those that are not kept for newcomers."""
+SHARE = 3
+several_addresses = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="the system has one loopback address only"
+)
 
 
 class Guarded:
     """A ROUTER without any handshake but ZMTP's own, on a reactor that the test drives; echoes what comes."""
 
-    def __init__(self, address_max: int = 100) -> None:
+    def __init__(
+        self, address_max: int | None = 100, *, connections_max: int = CONNECTIONS_MAX, share: int | None = None
+    ) -> None:
+        self.candidates: list[int] = []
+        """Of whom one was last chosen to make room."""
         self.reactor = Reactor()
         self.refusals: Counter[str] = Counter()
         self.socket = create_socket(self.reactor.context, zmq.ROUTER, CONTROL_SERVER)
@@ -43,13 +54,19 @@ class Guarded:
             self.socket,
             on_refused=lambda reason: self.refusals.update([reason]),
             unproven_max=UNPROVEN_MAX,
-            connections_max=CONNECTIONS_MAX,
+            connections_max=connections_max,
             address_max=address_max,
+            address_share=share,
+            choose=self._choose,
         )
         self.socket.bind("tcp://127.0.0.1:0")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.guard.listening(self.port)
         self.reactor.register(self.socket, self._echo)
+
+    def _choose(self, candidates: Sequence[int]) -> int:
+        self.candidates = list(candidates)
+        return candidates[0]
 
     def _echo(self) -> None:
         first = self.socket.recv(zmq.DONTWAIT, copy=False)
@@ -80,8 +97,17 @@ def guarded() -> Iterator[Guarded]:
     assert made.reactor.callback_errors == 0
 
 
+@pytest.fixture
+def sharing() -> Iterator[Guarded]:
+    """A guard whose proven connections make room, too."""
+    made = Guarded(None, connections_max=16, share=SHARE)
+    yield made
+    made.close()
+    assert made.reactor.callback_errors == 0
+
+
 @contextlib.contextmanager
-def members(guarded: Guarded, count: int) -> Iterator[list[zmq.Socket[bytes]]]:
+def members(guarded: Guarded, count: int, host: str = "127.0.0.1") -> Iterator[list[zmq.Socket[bytes]]]:
     """Peers that have said something and heard the answer; none of them comes back when it is cut."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     sockets = []
@@ -90,7 +116,7 @@ def members(guarded: Guarded, count: int) -> Iterator[list[zmq.Socket[bytes]]]:
             socket = context.socket(zmq.DEALER)
             socket.linger = 0
             socket.reconnect_ivl = -1
-            socket.connect(f"tcp://127.0.0.1:{guarded.port}")
+            socket.connect(f"tcp://{host}:0;127.0.0.1:{guarded.port}")
             socket.send(b"hello")
             sockets.append(socket)
             guarded.until(lambda socket=socket: bool(socket.poll(0)) or guarded.refusals[REFUSED_TOO_MANY] > 0)  # type: ignore[misc]
@@ -151,6 +177,68 @@ def test_a_connection_that_proves_nothing_any_more_makes_room_like_a_new_one(gua
     assert guarded.refusals.keys() <= {REFUSED_UNPROVEN, REFUSED_UNFINISHED}
 
 
+@several_addresses
+def test_where_readers_make_room_a_newcomer_takes_the_place_of_one_of_the_busiest_address(sharing: Guarded) -> None:
+    with members(sharing, 5, "127.0.0.2") as few, members(sharing, READERS_MAX - 5, "127.0.0.3") as many:
+        assert sharing.refusals == {}
+        with members(sharing, 2, "127.0.0.4") as newcomers:
+            sharing.until(lambda: sharing.refusals == {REFUSED_CROWDED: 2})
+            assert len(sharing.candidates) == READERS_MAX - 5 - 1
+            assert all(answers(sharing, each) for each in [*few, *many[2:], *newcomers])
+            assert sharing.guard.connections == READERS_MAX
+
+
+@several_addresses
+def test_where_readers_make_room_a_newcomer_of_the_busiest_address_gets_in_and_is_not_chosen(sharing: Guarded) -> None:
+    with (
+        members(sharing, 4, "127.0.0.2") as few,
+        members(sharing, READERS_MAX - 4, "127.0.0.3") as many,
+        members(sharing, 1, "127.0.0.3") as newcomers,
+    ):
+        sharing.until(lambda: sharing.refusals == {REFUSED_CROWDED: 1})
+        connection = sharing.connection
+        assert connection is not None
+        assert len(sharing.candidates) == READERS_MAX - 4
+        assert connection.descriptor not in sharing.candidates
+        assert all(answers(sharing, each) for each in [*few, *many[1:], *newcomers])
+
+
+@several_addresses
+def test_where_readers_make_room_a_small_share_of_an_address_never_does(sharing: Guarded) -> None:
+    with contextlib.ExitStack() as stack:
+        readers: list[zmq.Socket[bytes]] = []
+        for number in range(4):
+            readers += stack.enter_context(members(sharing, SHARE, f"127.0.0.{2 + number}"))
+        readers += stack.enter_context(members(sharing, READERS_MAX - len(readers), "127.0.0.6"))
+        late = stack.enter_context(members(sharing, 1, "127.0.0.7"))
+        sharing.until(lambda: sharing.refusals == {REFUSED_TOO_MANY: 1})
+        assert all(answers(sharing, each) for each in readers)
+        assert sharing.guard.connections == READERS_MAX
+        assert sharing.candidates == []
+        late[0].send(b"again")
+        assert not late[0].poll(50)
+
+
+@several_addresses
+def test_where_readers_make_room_who_proves_nothing_takes_the_place_of_no_reader(sharing: Guarded) -> None:
+    with members(sharing, READERS_MAX, "127.0.0.2") as readers, contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(stranger_from(sharing, "127.0.0.3")) for _ in range(10)]
+        sharing.until(lambda: sharing.refusals[REFUSED_TOO_MANY] == 8)
+        sharing.until(lambda: [is_cut(each) for each in strangers] == [True] * 8 + [False] * 2)
+        assert all(answers(sharing, each) for each in readers)
+        with members(sharing, 1, "127.0.0.4") as newcomers:
+            sharing.until(lambda: bool(newcomers[0].poll(0)))
+            assert answers(sharing, newcomers[0])
+        assert (sharing.refusals[REFUSED_TOO_MANY], sharing.refusals[REFUSED_CROWDED]) == (9, 1)
+
+
+@several_addresses
+def test_where_readers_make_room_one_address_may_have_all_that_nobody_else_wants(sharing: Guarded) -> None:
+    with members(sharing, READERS_MAX, "127.0.0.2") as readers:
+        assert sharing.refusals == {}
+        assert all(answers(sharing, each) for each in readers)
+
+
 def test_silent_ones_never_take_more_than_half(reactor_guard: ConnectionGuard) -> None:
     assert reactor_guard._unproven_max == 4
 
@@ -166,7 +254,7 @@ def reactor_guard() -> Iterator[ConnectionGuard]:
     assert reactor.close()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+@several_addresses
 def test_one_address_does_not_take_all_connections() -> None:
     guarded = Guarded(address_max=3)
     try:
@@ -182,7 +270,7 @@ def test_one_address_does_not_take_all_connections() -> None:
         guarded.close()
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the system has one loopback address only")
+@several_addresses
 def test_a_flood_from_one_address_does_not_cut_whoever_comes_from_another(guarded: Guarded) -> None:
     with contextlib.ExitStack() as stack:
         early = stack.enter_context(guarded.stranger())
