@@ -203,7 +203,11 @@ def load_weights(folder: Path, blas: BlasReport) -> Any:
         ModelError: mlx-lm cannot load it.
     """
     import mlx.core as mx
-    from mlx_lm.utils import load_model
+
+    from kakeya_zmq.model.open_files import limit_kept
+
+    with limit_kept():
+        from mlx_lm.utils import load_model
 
     try:
         model, _ = load_model(folder, lazy=False)

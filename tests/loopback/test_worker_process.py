@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import fleet_rig as rig
@@ -48,6 +49,15 @@ def test_two_primaries_with_one_prompt_cost_the_worker_one_computation(fleet: Fl
         assert figure(worker, "prefill", "jobs_completed") == 2
         wait_idle(worker)
         assert figure(worker, "cache", "bytes_reserved") == 0
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="the limit of another process is not told here")
+@pytest.mark.parametrize("name", ["primary", "worker"])
+def test_a_node_with_a_model_has_the_open_files_that_it_says(fleet: Fleet, name: str) -> None:
+    with fleet[name].client() as client:
+        told = figure(client, "node", "descriptors_max")
+    soft, _ = psutil.Process(fleet[name].pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert told == soft
 
 
 def test_a_node_of_the_same_name_does_not_start_on_one_machine(fleet: Fleet, model: Path) -> None:

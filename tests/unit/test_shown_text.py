@@ -264,6 +264,7 @@ SINKS: Final = {
     ("daemons.operation_flags", "print"): "the sample file",
     ("daemons.entry", "sys.stderr.write"): "a fixed line",
     ("daemons.decode_child", "sys.stderr.write"): "the name of an exception's type",
+    ("kakeya_zmq.model.folder_probe", "print"): "an object for the process that asked; it is cleaned where it is shown",
     ("kakeya_zmq.model.speed_probe", "print"): "figures of this machine",
     ("kakeya_zmq.demo.prepare", "print"): "steps and folder of this machine, errors of ours (which are clean)",
     ("kakeya_zmq.demo.prepare", "rich"): "the same",
