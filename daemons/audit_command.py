@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kakeya_zmq.audit import AUDIT_FILE, old_files, parse_entry, read_entries
+from kakeya_zmq.audit import AUDIT_FILE, READ_BYTES_MAX, old_files, parse_entry, read_entries
 from kakeya_zmq.config import kakeya_home
 from wire.errors import InvalidInput
+from wire.files import open_regular
 from wire.text import clean, json_text
 
 POLL_SECONDS: Final = 0.5
@@ -99,9 +100,9 @@ class _Tail:
 
     def _read(self, path: Path) -> Iterator[dict[str, Any]]:
         try:
-            with path.open("rb") as file:
+            with os.fdopen(open_regular(path), "rb") as file:
                 file.seek(self._position)
-                data = file.read()
+                data = file.read(READ_BYTES_MAX)
         except OSError:
             return
         self._position += len(data)

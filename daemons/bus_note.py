@@ -17,7 +17,9 @@ import psutil
 
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.errors import ConfigError
+from wire.files import make_private_folder, read_regular, write_private_file
 
+NOTE_BYTES_MAX = 4096
 CLOCK_GRAIN_SECONDS = 1.0
 """A process that began later than its note was written has only inherited the number."""
 
@@ -44,22 +46,16 @@ class BusNote:
             return
         known = {"address": str(facts["address"])} if "address" in facts else {}
         text = json.dumps({"pid": os.getpid(), "node_id": self._node_id, "bus_address": str(address), **known})
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            temporary.unlink(missing_ok=True)
-            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(text)
-            temporary.replace(self._path)
+            make_private_folder(self._path.parent)
+            write_private_file(self._path, text.encode("utf-8"))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             _log.warning("the dashboard will not find this node by itself: %s", error.strerror or "unknown error")
 
     def remove(self) -> None:
         """Remove it, unless another process of this node has written its own. Idempotent."""
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            if json.loads(self._path.read_text(encoding="utf-8"))["pid"] == os.getpid():
+            if json.loads(read_regular(self._path, NOTE_BYTES_MAX))["pid"] == os.getpid():
                 self._path.unlink(missing_ok=True)
 
     def _address(self, facts: Mapping[str, object]) -> Address | None:
@@ -81,6 +77,6 @@ def _served(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.bus")):
         # Whatever cannot be read is left out: notes come and go while nodes start and end.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, ConfigError, psutil.Error):
-            note = json.loads(path.read_text(encoding="utf-8"))
+            note = json.loads(read_regular(path, NOTE_BYTES_MAX))
             if psutil.Process(int(note["pid"])).create_time() <= path.stat().st_mtime + CLOCK_GRAIN_SECONDS:
                 yield str(parse_address(note["address"]))

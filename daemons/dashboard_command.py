@@ -42,6 +42,7 @@ from dashboard.state import NetworkState
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.user_paths import user_path
 from wire.errors import AuthenticationError, ConfigError, FailureCode, InvalidInput, RequestFailed, SecretFileError
 from wire.keys import FleetKey, NodeIdentity, TelemetryKey, read_secret_file, write_secret_file
 from wire.limits import MIB
@@ -50,6 +51,7 @@ API_KEY_VARIABLE = "KAKEYA_NETWORK_API_KEY"
 API_KEY_FILE = "network_api_key"
 TELEMETRY_KEY_FILE = "telemetry.key"
 API_KEY_BYTES_ADVISED = 16
+ABSENT_API_KEY = "make it: openssl rand -hex 24 > FILE; chmod 600 FILE; or name none, which closes writes"
 HOUSEKEEPING_SECONDS = 15.0
 """How often counters are kept and expired registrations deleted."""
 PAIR_TIMEOUT_SECONDS = 15.0
@@ -61,7 +63,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DashboardOptions:
-    """``bus``: buses to listen to, besides those of this machine's nodes. Paths empty: under the home.
+    """``bus``: buses to listen to, besides those of this machine's nodes. Paths None: under the home; no ready file.
 
     ``allowed_hosts``: names it answers to, besides its own.
     """
@@ -69,11 +71,11 @@ class DashboardOptions:
     bind: Address
     bus: tuple[Address, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    telemetry_key_file: str = ""
-    api_key_file: str = ""
-    state_file: str = ""
-    fleet_psk_file: str = ""
-    ready_file: str = ""
+    telemetry_key_file: Path | None = None
+    api_key_file: Path | None = None
+    state_file: Path | None = None
+    fleet_psk_file: Path | None = None
+    ready_file: Path | None = None
     log_level: str = "info"
 
 
@@ -111,18 +113,24 @@ def write_telemetry_key(file: Path, psk_file: Path) -> bool:
     return True
 
 
-def load_api_key(file: Path) -> bytes:
+def load_api_key(named: Path | None, home: Path) -> bytes:
     """The API key of the environment, else of the file; empty when there is none, which closes writes.
 
+    Args:
+        named: the file that somebody wrote down, which has to be there; None: the one under the home, if any.
+
     Raises:
-        SecretFileError: the file is open to others or cannot be read.
+        SecretFileError: the file is open to others or cannot be read, or was named and is missing.
     """
-    named = os.environ.get(API_KEY_VARIABLE, "").strip()
-    if named:
-        return named.encode()
-    if not file.exists() or file.stat().st_size == 0:
+    given = os.environ.get(API_KEY_VARIABLE, "").strip()
+    if given:
+        return given.encode()
+    file = named or home / API_KEY_FILE
+    if named is None and not file.exists():
         return b""
-    return read_secret_file(file, minimum_bytes=0, what="API key")
+    if file.exists() and file.stat().st_size == 0:
+        return b""
+    return read_secret_file(file, minimum_bytes=0, what="API key", absent=ABSENT_API_KEY)
 
 
 # --- the process -------------------------------------------------------------------------------------------------------
@@ -136,19 +144,19 @@ class Dashboard:
     """
 
     def __init__(self, options: DashboardOptions, home: Path) -> None:
-        psk_file = Path(options.fleet_psk_file) if options.fleet_psk_file else home / "fleet.psk"
+        psk_file = options.fleet_psk_file or home / "fleet.psk"
         named = options.telemetry_key_file
         # A file that is named may be another fleet's: it is read and never written.
-        key = TelemetryKey.load(_path(named, home)) if named else load_telemetry_key(home / TELEMETRY_KEY_FILE, psk_file)
-        self.api_key = load_api_key(_path(options.api_key_file, home / API_KEY_FILE))
+        key = TelemetryKey.load(named) if named else load_telemetry_key(home / TELEMETRY_KEY_FILE, psk_file)
+        self.api_key = load_api_key(options.api_key_file, home)
         hosts = host_rule(options.bind.host, options.allowed_hosts)
         with contextlib.ExitStack() as undo:
-            database = Database(_path(options.state_file, home / "dashboard" / "network.sqlite3"))
+            database = Database(options.state_file or home / "dashboard" / "network.sqlite3")
             undo.callback(database.close)
             self.state = NetworkState(database)
             self.fleet = LiveFleet()
             self._paired_at, self._paired_keys = -1, dict[str, bytes]()
-            speakers = speakers_of(home, key, Path(named) if named else None, paired=self._paired)
+            speakers = speakers_of(home, key, named, paired=self._paired)
             rows = self.state.load_counters()
             # Under whose key a name counted before is not known any more: the next one may have any incarnation.
             self.fleet.restore([row if speakers.knows(row.node_id) else ended(row) for row in rows])
@@ -207,7 +215,7 @@ def run_dashboard(options: DashboardOptions) -> int:
     logging.getLogger("waitress").setLevel(logging.ERROR)
     raise_descriptor_limit()
     if options.ready_file:
-        check_ready_file(options.ready_file)
+        check_ready_file(str(options.ready_file))
     stopped = threading.Event()
     reasons: list[str] = []
 
@@ -217,7 +225,7 @@ def run_dashboard(options: DashboardOptions) -> int:
 
     def forget() -> None:
         if options.ready_file:
-            remove_ready_files(options.ready_file)
+            remove_ready_files(str(options.ready_file))
 
     rotation = LogRotation(LOG_BYTES_MAX)
     with stop_signals(stop, forget):
@@ -244,12 +252,12 @@ def check_dashboard(options: DashboardOptions, home: Path) -> None:
         SecretFileError: a key is missing or cannot be used.
         ConfigError: an allowed host is no name.
     """
-    psk_file = _path(options.fleet_psk_file, home / "fleet.psk")
+    psk_file = options.fleet_psk_file or home / "fleet.psk"
     if psk_file.exists() and not options.telemetry_key_file:
         FleetKey.load(psk_file)
     else:
-        TelemetryKey.load(_path(options.telemetry_key_file, home / TELEMETRY_KEY_FILE))
-    load_api_key(_path(options.api_key_file, home / API_KEY_FILE))
+        TelemetryKey.load(options.telemetry_key_file or home / TELEMETRY_KEY_FILE)
+    load_api_key(options.api_key_file, home)
     host_rule(options.bind.host, options.allowed_hosts)
 
 
@@ -263,12 +271,8 @@ def _tell(dashboard: Dashboard, options: DashboardOptions) -> None:
         _log.warning("the API key is short: %d characters or more are advised", API_KEY_BYTES_ADVISED)
     facts = {"pid": os.getpid(), "role": "dashboard", "node_id": "dashboard", "address": str(address), "url": dashboard.url}
     if options.ready_file:
-        write_ready_file(options.ready_file, facts)
+        write_ready_file(str(options.ready_file), facts)
     _log.info("dashboard serves on %s", dashboard.url)
-
-
-def _path(given: str, default: Path) -> Path:
-    return Path(given).expanduser() if given else default
 
 
 # --- command line ----------------------------------------------------------------------------------------------------
@@ -278,7 +282,7 @@ def options_from(parsed: Any) -> DashboardOptions:
     """The options of the parsed command line; what is not given comes from the environment.
 
     Raises:
-        ConfigError: an address cannot be parsed.
+        ConfigError: an address cannot be parsed, or a path begins with the home folder of an unknown user.
     """
     bus = _listed(parsed.bus, "KAKEYA_DASHBOARD_BUS")
     hosts = _listed(parsed.allow_host, "KAKEYA_DASHBOARD_ALLOW_HOST")
@@ -286,13 +290,21 @@ def options_from(parsed: Any) -> DashboardOptions:
         bind=parse_address(dashboard_bind(parsed.bind, os.environ)),
         bus=tuple(parse_address(text) for text in bus),
         allowed_hosts=tuple(hosts),
-        telemetry_key_file=parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", ""),
-        api_key_file=parsed.api_key_file or os.environ.get("KAKEYA_NETWORK_API_KEY_FILE", ""),
-        state_file=parsed.state or os.environ.get("KAKEYA_DASHBOARD_STATE", ""),
-        fleet_psk_file=os.environ.get("KAKEYA_FLEET_PSK_FILE", ""),
-        ready_file=parsed.ready_file,
+        telemetry_key_file=_named(parsed.telemetry_key_file, "--telemetry-key-file", "KAKEYA_TELEMETRY_KEY_FILE"),
+        api_key_file=_named(parsed.api_key_file, "--api-key-file", "KAKEYA_NETWORK_API_KEY_FILE"),
+        state_file=_named(parsed.state, "--state", "KAKEYA_DASHBOARD_STATE"),
+        fleet_psk_file=_named("", "", "KAKEYA_FLEET_PSK_FILE"),
+        ready_file=user_path(parsed.ready_file, "--ready-file") if parsed.ready_file else None,
         log_level=parsed.log_level,
     )
+
+
+def _named(given: str, flag: str, variable: str) -> Path | None:
+    """The path of a flag, else of a variable; None when neither says one."""
+    if given:
+        return user_path(given, flag)
+    text = os.environ.get(variable, "")
+    return user_path(text, variable) if text else None
 
 
 def _listed(flags: Sequence[str], variable: str) -> list[str]:

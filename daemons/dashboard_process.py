@@ -13,10 +13,12 @@ from pathlib import Path
 
 from daemons.fleet import Member, Starting, deferred_signals, read_members, run_folder, stop_members
 from daemons.fleet.home import starting_alone, unwritable
+from daemons.fleet.notes import NOTES_BYTES_MAX
 from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address
 from wire.errors import FleetBusyError, KakeyaError
+from wire.files import read_regular, write_private_file
 
 ROLE = "dashboard"
 
@@ -28,7 +30,7 @@ def url_of(member: Member) -> str:
 def running_dashboard() -> Member | None:
     """The one that was started, if it still runs."""
     try:
-        (member,) = read_members(b"[" + _note().read_bytes() + b"]")
+        (member,) = read_members(b"[" + read_regular(_note(), NOTES_BYTES_MAX) + b"]")
     except (OSError, ValueError):
         return None
     return member if member.alive else None
@@ -56,7 +58,7 @@ def _start(tell: Callable[[str], None], *, ephemeral: bool) -> Member | None:
         with deferred_signals():
             starting = Starting(ROLE, ["--bind", str(address)], ready_file, log, str(address))
         member = starting.wait_ready(tell)
-        _note().write_text(json.dumps(asdict(member), indent=2), encoding="utf-8")
+        write_private_file(_note(), json.dumps(asdict(member), indent=2).encode("utf-8"))
         return member
     except KakeyaError as error:
         if starting is not None:

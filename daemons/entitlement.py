@@ -17,6 +17,7 @@ from kakeya_zmq.protocol.revocation import RevocationBook
 from kakeya_zmq.revocation_file import REVOCATIONS_FILE, load_revocations, save_revocations
 from kakeya_zmq.roster import Access, Roster
 from wire.errors import ConfigError
+from wire.files import file_state
 from wire.limits import REVOCATIONS_MAX
 from wire.revocations import Revocation
 
@@ -78,7 +79,7 @@ class Entitlement:
         self._refused = refused
         self._expel = expel
         self._forgotten = forgotten
-        self._roster_seen = _look(roster_file)
+        self._roster_seen = file_state(roster_file)
         if self._roster_seen is not None:
             self._use(Roster.load(roster_file))
         self._told_by = KeyedBuckets(NEW_PER_S, NEW_BURST)
@@ -90,10 +91,10 @@ class Entitlement:
         )
         for reason in self.revocations.merge_own(load_revocations(folder)).refused:
             refused(reason)
-        self._revocations_seen = _look(folder / REVOCATIONS_FILE)
+        self._revocations_seen = file_state(folder / REVOCATIONS_FILE)
         for key in self.revocations.revoked_keys:
             identities.revoke(key)
-        self._known_seen = _look(folder / KNOWN_NODES_FILE)
+        self._known_seen = file_state(folder / KNOWN_NODES_FILE)
         self._known = set(identities.nodes())
         """Who was in that file when it was read or written last."""
         self._next_look = reactor.clock() + LOOK_S
@@ -124,7 +125,7 @@ class Entitlement:
 
     def known_saved(self) -> None:
         """The node itself has just written its file of known nodes, and still holds the lock."""
-        self._known_seen = _look(self._folder / KNOWN_NODES_FILE)
+        self._known_seen = file_state(self._folder / KNOWN_NODES_FILE)
         self._known = set(self._identities.nodes())
 
     def forget(self, node_ids: Iterable[str]) -> None:
@@ -221,10 +222,10 @@ class Entitlement:
                     save_revocations(self._folder, self.revocations.blobs())
                 elif len(kept) > REVOCATIONS_MAX:
                     self._unsaved = True  # what has found no room must not keep the command from adding more
-                self._revocations_seen = _look(self._folder / REVOCATIONS_FILE)
+                self._revocations_seen = file_state(self._folder / REVOCATIONS_FILE)
         except (ConfigError, OSError) as error:
             # They count for this run; the next exchange after a restart brings them back.
-            self._revocations_seen = _look(self._folder / REVOCATIONS_FILE)
+            self._revocations_seen = file_state(self._folder / REVOCATIONS_FILE)
             _log.error("revocations cannot be kept: %s", error)
             return
         self._now_revoked(merged.revoked)
@@ -240,12 +241,12 @@ class Entitlement:
         self._next_look = now + LOOK_S
         self._watch_roster()
         self._watch_known_nodes()
-        if (seen := _look(self._folder / REVOCATIONS_FILE)) is not None and seen != self._revocations_seen:
+        if (seen := file_state(self._folder / REVOCATIONS_FILE)) is not None and seen != self._revocations_seen:
             self._exchange_with_file(write=False)
         self._save_when_due(now)
 
     def _watch_roster(self) -> None:
-        seen = _look(self._roster_file)
+        seen = file_state(self._roster_file)
         if seen == self._roster_seen:
             return
         self._roster_seen = seen
@@ -273,7 +274,7 @@ class Entitlement:
         self._now_reinstated(reinstated, LAPSED)
 
     def _watch_known_nodes(self) -> None:
-        seen = _look(self._folder / KNOWN_NODES_FILE)
+        seen = file_state(self._folder / KNOWN_NODES_FILE)
         if seen is None or seen == self._known_seen:
             return
         self._known_seen = seen
@@ -284,11 +285,3 @@ class Entitlement:
             return
         gone, self._known = self._known - kept.keys(), set(kept)
         self.forget(gone)
-
-
-def _look(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -31,8 +31,13 @@ def psk_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def psk_file(options: argparse.Namespace) -> Path:
-    """The PSK file: as the flag says, else the environment, else the home's."""
+    """The PSK file: as the flag says, else the environment, else the home's.
+
+    Raises:
+        ConfigError: its path begins with the home folder of a user who is not known.
+    """
     from daemons.fleet import default_psk_file
+    from kakeya_zmq.user_paths import user_path
 
     named = options.fleet_psk_file or os.environ.get("KAKEYA_FLEET_PSK_FILE", "")
-    return Path(named).expanduser() if named else default_psk_file()
+    return user_path(named, "the fleet's key (--fleet-psk-file, KAKEYA_FLEET_PSK_FILE)") if named else default_psk_file()

@@ -108,16 +108,20 @@ def _start_dashboard(console: Console, *, ephemeral: bool) -> str:
 
 def _local_plan(model: str, *, ephemeral: bool) -> Any:
     from daemons.fleet import FleetPlan
+    from kakeya_zmq.user_paths import user_path
 
     # Two processes that share one machine's cores slow each other down many times over unless each keeps to its share.
     threads = str(max(1, (os.cpu_count() or 2) // 2))
     extra = tuple((role, ("--blas-threads", threads)) for role in ("primary", "worker"))
-    return FleetPlan(model=str(Path(model).expanduser().resolve()) if model else "", ephemeral=ephemeral, extra=extra)
+    folder = str(user_path(model, "--model").resolve()) if model else ""
+    return FleetPlan(model=folder, ephemeral=ephemeral, extra=extra)
 
 
 def _prepared_model(console: Console, model: str) -> Path:
     if model:
-        return Path(model).expanduser()
+        from kakeya_zmq.user_paths import user_path
+
+        return user_path(model, "--model")
     from kakeya_zmq.demo.prepare import prepare_demo_model
 
     with console.progress("demo model") as show:

@@ -96,6 +96,8 @@ class LogRotation:
         with _quiet_handlers():
             try:
                 _shift(path)
+                # Made here, or the copy would have the mode that the umask gives until it has the right one.
+                os.close(os.open(_numbered(path, 1), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
                 shutil.copyfile(path, _numbered(path, 1))
                 os.chmod(_numbered(path, 1), stat.S_IMODE(os.fstat(self._descriptors[0]).st_mode))
                 os.ftruncate(self._descriptors[0], 0)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -48,13 +48,16 @@ def log_files(home: Path) -> dict[str, Path]:
 def show_logs(names: Sequence[str], *, last: int, follow: bool) -> int:
     """Print the last lines of the named files (all, when none is named), then go on if that is wanted.
 
+    Of all files, one that appears while they are followed is taken in from its beginning.
+
     Returns:
         0; 2 is raised as an error.
 
     Raises:
         ConfigError: there is no such log, or none at all, or it cannot be read.
     """
-    known = log_files(kakeya_home())
+    home = kakeya_home()
+    known = log_files(home)
     for name in names:
         if name not in known:
             there = f"there are: {', '.join(known)}" if known else "nothing has been started here yet"
@@ -62,18 +65,27 @@ def show_logs(names: Sequence[str], *, last: int, follow: bool) -> int:
     chosen = [Followed(name, path) for name, path in known.items() if not names or name in names]
     if not chosen:
         raise ConfigError("there are no logs here", remedy="`kakeya up` and the services write them")
-    several = len(chosen) > 1
     for log in chosen:
-        for line in last_lines(log, last):
-            _print(log.name, line, several=several)
+        _print(log, last_lines(log, last), several=len(chosen) > 1)
     while follow:
+        if not names:
+            take_in(chosen, log_files(home))
         for log in chosen:
-            for line in new_lines(log):
-                _print(log.name, line, several=several)
+            _print(log, new_lines(log), several=len(chosen) > 1)
         sys.stdout.flush()
         time.sleep(POLL_SECONDS)
     sys.stdout.flush()
     return 0
+
+
+def take_in(followed: list[Followed], known: Mapping[str, Path]) -> None:
+    """Add the files that are not followed yet, and give all of them the names that tell them apart now."""
+    followed_paths = {log.path: log for log in followed}
+    for name, path in known.items():
+        if path in followed_paths:
+            followed_paths[path].name = name
+        else:
+            followed.append(Followed(name, path))
 
 
 def last_lines(log: Followed, count: int) -> list[str]:
@@ -139,6 +151,7 @@ def _read_on(stream: BinaryIO, log: Followed) -> Iterator[str]:
         yield from (line.decode("utf-8", "replace") for line in lines)
 
 
-def _print(name: str, line: str, *, several: bool) -> None:
-    # Whatever a library, or a daemon of an older version, has written there.
-    sys.stdout.write(clean(f"{name}: {line}" if several else line) + "\n")
+def _print(log: Followed, lines: Iterable[str], *, several: bool) -> None:
+    for line in lines:
+        # Whatever a library, or a daemon of an older version, has written there.
+        sys.stdout.write(clean(f"{log.name}: {line}" if several else line) + "\n")

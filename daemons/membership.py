@@ -8,7 +8,6 @@ a few more in turn.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import secrets
 import time
@@ -35,6 +34,7 @@ from kakeya_zmq.telemetry import Counters, Value
 from wire.cards import ENDPOINTS_MAX, Card, Endpoint
 from wire.errors import ConfigError, FailureCode
 from wire.events import SecurityKind
+from wire.files import NotRegularFile, make_private_folder, read_regular, unreadable, write_private_file
 from wire.ids import NodeId
 from wire.keys import FleetKey
 from wire.messages import CardList, ExchangeCards, ReplyBody
@@ -44,7 +44,9 @@ LOOK_SECONDS: Final = 1.0
 """Between two looks at the clock that goes on while the machine sleeps."""
 SLEEP_SECONDS_MIN: Final = 2.0
 """The two clocks are read one after the other, and a busy machine may pause between."""
+INCARNATION_FILE: Final = "incarnation"
 INCARNATION_MAX: Final = 2**62
+INCARNATION_BYTES_MAX: Final = 64
 PRIORITY_MAX: Final = 1000
 
 
@@ -355,18 +357,23 @@ def next_incarnation(folder: Path) -> int:
     """A number greater than every one this node had before: the wall clock in ns, unless that was set back since.
 
     Others take a smaller one for an older card and would not see this node until that has expired.
+
+    Raises:
+        ConfigError: something that is no regular file has the name of the file that keeps it.
     """
-    path = folder / "incarnation"
+    path = folder / INCARNATION_FILE
     incarnation = time.time_ns()
-    with contextlib.suppress(OSError, ValueError):  # none yet, or not ours: the clock alone then
-        last = int(path.read_text(encoding="ascii"))
-        if 0 <= last < INCARNATION_MAX:
-            incarnation = max(incarnation, last + 1)
+    try:
+        last = int(read_regular(path, INCARNATION_BYTES_MAX))
+    except NotRegularFile as error:
+        raise unreadable("", path, error) from None
+    except (OSError, ValueError):  # none yet, or not ours: the clock alone then
+        last = -1
+    if 0 <= last < INCARNATION_MAX:
+        incarnation = max(incarnation, last + 1)
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        temporary.write_text(str(incarnation), encoding="ascii")
-        temporary.replace(path)
+        make_private_folder(folder)
+        write_private_file(path, b"%d" % incarnation)
     return incarnation
 
 

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Final
 
 from wire.errors import NodeInUseError
+from wire.files import NotRegularFile, make_private_folder, open_regular, unreadable
 
 fcntl: ModuleType | None
 try:
@@ -33,6 +34,7 @@ class NodeLock:
 
     Raises:
         NodeInUseError: another process runs this node.
+        ConfigError: something that is no regular file has the name of the lock.
     """
 
     def __init__(self, folder: Path, node_id: str, *, wait_s: float = WAIT_SECONDS) -> None:
@@ -40,8 +42,10 @@ class NodeLock:
         if fcntl is None:
             return
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            make_private_folder(folder)
+            descriptor = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
+        except NotRegularFile as error:
+            raise unreadable("", folder / "lock", error) from None
         except OSError:  # what cannot be written here is told with its own name and remedy where it is needed
             return
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from daemons.console import Console, command_name
@@ -97,6 +96,7 @@ def _primary_at(options: argparse.Namespace) -> Iterator[Any]:
 def _run_chat(options: argparse.Namespace) -> int:
     from daemons.chat import ChatOptions, run_chat
     from kakeya_zmq.demo.prepare import demo_model_folder
+    from kakeya_zmq.user_paths import user_path
 
     chat_options = ChatOptions(
         max_tokens=options.max_tokens,
@@ -106,6 +106,6 @@ def _run_chat(options: argparse.Namespace) -> int:
         seed=options.seed,
         stop=tuple(options.stop) if options.stop else ChatOptions().stop,
     )
-    folder = Path(options.model).expanduser() if options.model else demo_model_folder()
+    folder = user_path(options.model, "--model") if options.model else demo_model_folder()
     with _primary_at(options) as address:
         return run_chat(Console(json_mode=options.json), address, psk_file(options), folder, chat_options, options.message)

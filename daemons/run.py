@@ -20,6 +20,7 @@ from kakeya_zmq.config import Settings, kakeya_home
 from kakeya_zmq.io.memory import tune_heap
 from kakeya_zmq.io.reactor import Reactor, describe_exception
 from wire.errors import ConfigError, PortInUseError
+from wire.files import make_private_folder, read_regular
 from wire.limits import MIB
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "write_ready_file",
 ]
 DRAIN_LOOK_SECONDS = 0.02
+READY_BYTES_MAX = 64 * 1024
+"""Of a ready file."""
 
 if TYPE_CHECKING:
     from daemons.node import Node
@@ -97,7 +100,7 @@ def write_ready_file(path: str, facts: dict[str, object]) -> None:
     target = Path(path)
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(target.parent)
         temporary.write_text(json.dumps(facts), encoding="utf-8")
         temporary.replace(target)
     except OSError as error:
@@ -122,7 +125,7 @@ def check_ready_file(path: str) -> None:
     _check_regular(target)
     _check_regular(bound_file(target))
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_private_folder(target.parent)
     except OSError as error:
         raise _unusable_ready_file(target, error.strerror or "unknown error") from None
     if not os.access(target.parent, os.W_OK):
@@ -138,7 +141,7 @@ def remove_ready_files(path: str) -> None:
     """Remove what this process has told there; another daemon that was given the same name keeps its own. Idempotent."""
     for file in (Path(path), bound_file(path)):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            if json.loads(file.read_text(encoding="utf-8"))["pid"] == os.getpid():
+            if json.loads(read_regular(file, READY_BYTES_MAX))["pid"] == os.getpid():
                 file.unlink(missing_ok=True)
 
 

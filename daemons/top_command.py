@@ -190,14 +190,16 @@ def _feeding(fleet: LiveFleet, parsed: argparse.Namespace) -> Iterator[BusFeed]:
     from kakeya_zmq.config import kakeya_home
     from kakeya_zmq.io.descriptors import raise_descriptor_limit
     from kakeya_zmq.io.sockets import parse_address
+    from kakeya_zmq.user_paths import user_path
 
     home = kakeya_home()
     addresses = [parse_address(text) for text in parsed.bus]
     named = parsed.telemetry_key_file or os.environ.get("KAKEYA_TELEMETRY_KEY_FILE", "")
-    key = _telemetry_key(named, home)
+    named_file = user_path(named, "--telemetry-key-file") if named else None
+    key = _telemetry_key(named_file, home)
     raise_descriptor_limit()
     # Who names a bus may mean another fleet than the one on this machine.
-    speakers = speakers_of(home, key, Path(named) if named else None)
+    speakers = speakers_of(home, key, named_file)
     discover = tuple if addresses else lambda: local_buses(home)
     feed = BusFeed(fleet, key, addresses=addresses, discover=discover, speakers=speakers)
     try:
@@ -207,7 +209,7 @@ def _feeding(fleet: LiveFleet, parsed: argparse.Namespace) -> Iterator[BusFeed]:
         feed.close()
 
 
-def _telemetry_key(named: str, home: Path) -> TelemetryKey:
+def _telemetry_key(named: Path | None, home: Path) -> TelemetryKey:
     """The key of the file that was named, which is only read; else the home's, made from the PSK where that is.
 
     Raises:
@@ -215,12 +217,14 @@ def _telemetry_key(named: str, home: Path) -> TelemetryKey:
     """
     from wire.keys import TelemetryKey
 
-    if named:
-        return TelemetryKey.load(Path(named).expanduser())
+    if named is not None:
+        return TelemetryKey.load(named)
     from daemons.dashboard_command import TELEMETRY_KEY_FILE, load_telemetry_key
+    from kakeya_zmq.user_paths import user_path
 
     psk = os.environ.get("KAKEYA_FLEET_PSK_FILE", "")
-    return load_telemetry_key(home / TELEMETRY_KEY_FILE, Path(psk).expanduser() if psk else home / "fleet.psk")
+    psk_file = user_path(psk, "KAKEYA_FLEET_PSK_FILE") if psk else home / "fleet.psk"
+    return load_telemetry_key(home / TELEMETRY_KEY_FILE, psk_file)
 
 
 def _wait_for_fleet(fleet: LiveFleet, timeout_s: float, each_time: Callable[[], None]) -> None:

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from wire.errors import ConfigError
+from wire.files import make_private_folder
 
 BUSY_TIMEOUT_S: Final = 10.0
+COMPANIONS: Final = ("-journal", "-wal", "-shm")
+"""Files that SQLite opens beside it, whatever they are."""
 _DISK_CODES: Final = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY})
 """SQLite's primary result codes for a disk that takes nothing; the file itself may be whole."""
 
@@ -149,10 +152,11 @@ class Database:
 
 
 def _make_private(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(path.parent)
     # Looked at before it is opened: opening a device can have effects, and its mode is not ours to change.
-    with contextlib.suppress(FileNotFoundError):
-        _require_regular(path, path.lstat().st_mode)
+    for each in (path, *(path.with_name(f"{path.name}{ending}") for ending in COMPANIONS)):
+        with contextlib.suppress(FileNotFoundError):
+            _require_regular(each, each.lstat().st_mode)
     # Before SQLite makes it by the umask; its companions (-wal, -shm) take over the mode of the file.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0)
     descriptor = os.open(path, flags, 0o600)

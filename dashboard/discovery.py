@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.errors import ConfigError
+from wire.files import read_regular
 
 FILE_BYTES_MAX: Final = 256 * 1024
 FILES_MAX: Final = 64
@@ -64,8 +65,6 @@ def _is_alive(pid: object) -> bool:
 
 def _read(path: Path) -> Any:
     try:
-        if path.stat().st_size > FILE_BYTES_MAX:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular(path, FILE_BYTES_MAX))
     except (OSError, ValueError):
         return None

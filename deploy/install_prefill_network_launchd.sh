@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Install the dashboard and control API of the head, or a cache peer, as a launchd agent of this user (macOS).
 #
-# usage: bash deploy/install_prefill_network_launchd.sh [--dry-run] [--cache-peer]
+# usage: bash deploy/install_prefill_network_launchd.sh [--dry-run] [--cache-peer] [--replace]
 #
 #   --dry-run      render and check everything, print the property list, touch nothing
 #   --cache-peer   a cache-only peer instead of the dashboard
+#   --replace      also in the place of one that is installed for another KAKEYA_HOME
 #
 # From the environment, optional (default); for the dashboard:
 #   VENV                        virtual environment with kakeya (the repository's .venv)
@@ -54,7 +55,7 @@ if [ "$cache_peer" = yes ]; then
     need_fleet_key "copy the fleet's key from the primary"
 else
     name_the_dashboard
-    need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
+    need_api_key
 fi
 KAKEYA_NETWORK_COMMAND="$(find_kakeya "$python")" || exit 2
 use_python "$KAKEYA_NETWORK_COMMAND"

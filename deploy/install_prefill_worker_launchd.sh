@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Install the prefill worker as a launchd agent of this user (macOS). Idempotent: run it again after changing a value.
 #
-# usage: bash deploy/install_prefill_worker_launchd.sh [--dry-run]
+# usage: bash deploy/install_prefill_worker_launchd.sh [--dry-run] [--replace]
 #
 #   --dry-run   render and check everything, print the property list, touch nothing
+#   --replace   also in the place of one that is installed for another KAKEYA_HOME
 #
 # From the environment; required:
 #   KAKEYA_WORKER_NODE_ID       name of this node, unique in the fleet

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Install the runtime (the primary) as a launchd agent of this user (macOS). Idempotent: run it again after a change.
 #
-# usage: bash deploy/install_runtime_launchd.sh [--dry-run]
+# usage: bash deploy/install_runtime_launchd.sh [--dry-run] [--replace]
 #
 #   --dry-run   render and check everything, print the property list, touch nothing
+#   --replace   also in the place of one that is installed for another KAKEYA_HOME
 #
 # From the environment; required:
 #   KAKEYA_RUNTIME_MODEL        folder of the MLX model

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Install a service as a systemd unit of this user (Linux). Idempotent: run it again after changing a value.
 #
-# usage: bash deploy/install_systemd.sh runtime|worker|cache|dashboard [--dry-run]
+# usage: bash deploy/install_systemd.sh runtime|worker|cache|dashboard [--dry-run] [--replace]
 #        bash deploy/install_systemd.sh --uninstall [runtime|worker|cache|dashboard]... [--dry-run]
 #
 #   --dry-run     render and check everything, print the unit, touch nothing
+#   --replace     also in the place of one that is installed for another KAKEYA_HOME
 #   --uninstall   stop and remove the named services, or all of them; keys, logs and data stay
 #
 # The values come from the same environment variables as for launchd: see the --help of
@@ -54,6 +55,41 @@ uninstall() {
     return "$status"
 }
 
+# start_unit: have systemd take what is in the place of the unit. If it does not: 1, kakeya_trouble and kakeya_remedy.
+start_unit() {
+    kakeya_remedy="systemctl --user status $unit"
+    if ! systemctl --user daemon-reload; then
+        kakeya_trouble="systemd did not read the new $unit"
+        kakeya_remedy="systemctl --user daemon-reload says why"
+    elif ! systemctl --user enable "$unit" >/dev/null 2>&1; then
+        kakeya_trouble="systemd refuses $unit"
+    elif ! systemctl --user restart "$unit"; then
+        kakeya_trouble="$unit does not start"
+    else
+        return 0
+    fi
+    return 1
+}
+
+# go_back_to_unit: the new unit does not work: put the one before in its place, and start it where it ran before.
+go_back_to_unit() {
+    local why="$kakeya_trouble with the new definition, which --dry-run shows"
+    kakeya_staged="$units/$unit.new"
+    if ! { cp "$rendered/old" "$units/$unit.new" && put_in_place "$units/$unit"; } 2>/dev/null; then
+        die "$why; the old one could not be put back"
+    fi
+    case "$state" in
+        active | activating | reloading) ;;
+        *)
+            systemctl --user daemon-reload || true
+            systemctl --user stop "$unit" >/dev/null 2>&1 || true # the new one is tried again for ever otherwise
+            die "$why; the old one is back"
+            ;;
+    esac
+    start_unit || die "$why; the old one is back, and does not run either: $kakeya_remedy"
+    die "$why; the old one is back and runs"
+}
+
 services=()
 remove=no
 remaining=()
@@ -68,6 +104,7 @@ read_options "${BASH_SOURCE[0]}" ${remaining[@]+"${remaining[@]}"}
 find_folders XDG_CONFIG_HOME
 units="${XDG_CONFIG_HOME:-${HOME:-}/.config}/systemd/user"
 if [ "$remove" = yes ]; then
+    [ "$kakeya_replace" = no ] || refuse "--replace goes with an installation"
     [ ${#services[@]} -gt 0 ] || services=(runtime worker cache dashboard)
     uninstall "${services[@]}" || exit 1
     exit 0
@@ -96,7 +133,7 @@ case "$service" in
         ;;
     dashboard)
         name_the_dashboard
-        need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $KAKEYA_NETWORK_API_KEY_FILE; chmod 600 $KAKEYA_NETWORK_API_KEY_FILE"
+        need_api_key
         python=""
         ;;
     *) refuse "name a service: runtime, worker, cache or dashboard; see --help" ;;
@@ -114,17 +151,29 @@ unit="kakeya-$service.service"
 render "$kakeya_deploy/systemd/$unit" "$rendered/$unit" || exit 2
 "$kakeya_python" "$kakeya_deploy/render_service.py" --arguments "$kakeya_deploy/systemd/$unit" "$rendered/arguments.json" || exit 2
 check_arguments "$rendered/arguments.json"
+need_same_home "$units/$unit" "remove it first (bash deploy/install_systemd.sh --uninstall $service)"
+paths="$("$kakeya_python" "$kakeya_deploy/service_paths.py" "$rendered/arguments.json" "$kakeya_home" "$rendered/$unit")" || exit 2
+note="$(sed -n 1p <<<"$paths")"
 warn_of_variables "$kakeya_deploy/systemd/$unit"
 if [ "$kakeya_dry_run" = yes ]; then
     cat "$rendered/$unit"
+    [ -z "$note" ] || say "$note"
     say "dry run: $units/$unit was not written and nothing was started"
     exit 0
 fi
 need_manager
 make_folders "$units"
+# What a unit may write to has to be there when it starts.
+while IFS= read -r folder; do
+    [ -z "$folder" ] || make_private_folder "$folder"
+done < <(sed 1d <<<"$paths")
 stage "$rendered/$unit" "$units/$unit"
+keep_old "$units/$unit"
+state="$(systemctl --user is-active "$unit" 2>/dev/null || true)"
 put_in_place "$units/$unit" || die "$units/$unit cannot be replaced: the old definition is still there"
-systemctl --user daemon-reload || die "systemd did not read the new $unit: systemctl --user daemon-reload says why"
-systemctl --user enable "$unit" >/dev/null 2>&1 || die "systemd refuses $unit: systemctl --user status $unit"
-systemctl --user restart "$unit" || die "$unit does not start: systemctl --user status $unit"
+if ! start_unit; then
+    ! has_old "$units/$unit" || go_back_to_unit
+    die "$kakeya_trouble: $kakeya_remedy"
+fi
+[ -z "$note" ] || say "$note"
 say "$unit runs; log: see StandardError in $units/$unit"

@@ -5,9 +5,12 @@ unset CDPATH # with it, cd prints
 kakeya_deploy="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 kakeya_repo="$(cd "$kakeya_deploy/.." && pwd)"
 kakeya_dry_run=no
+kakeya_replace=no
 kakeya_home=""
 kakeya_agents=""
 kakeya_rendered="" # a temporary folder
+kakeya_trouble=""  # why the last load failed,
+kakeya_remedy=""   # and what tells more
 kakeya_staged=""   # a definition that is written but not in its place yet
 # For tests: how long to wait between looks, in seconds.
 kakeya_wait_s="${KAKEYA_INSTALL_WAIT_S:-0.25}"
@@ -28,6 +31,9 @@ die() {
     exit 1
 }
 
+# quoted WORD: as a shell reads it, for the commands that are shown to the user.
+quoted() { printf '%q' "$1"; }
+
 # need VARIABLE WHAT: the variable must be set.
 need() {
     [ -n "${!1:-}" ] || refuse "set $1 ($2)"
@@ -46,6 +52,7 @@ absolute() {
                 [ -n "${HOME:-}" ] || refuse "HOME is not set, and $name starts with ~"
                 path="$HOME${path#?}"
                 ;;
+            "~"*) refuse "$name is $path: write the home folder of another user in full, or ./ before a name with ~" ;;
             *)
                 if [ -d "$path" ]; then
                     path="$(cd "./$path" && pwd)"
@@ -80,7 +87,7 @@ need_key() {
     [ -f "$2" ] || refuse "the $1 file $2 is not a regular file (pass the right path)"
     case "$(file_mode "$2")" in
         0 | *00) ;;
-        *) refuse "the $1 file $2 is open to other users (chmod 600 $2)" ;;
+        *) refuse "the $1 file $2 is open to other users (chmod 600 $(quoted "$2"))" ;;
     esac
 }
 
@@ -89,6 +96,13 @@ need_fleet_key() {
     local config="${KAKEYA_CONFIG:-$kakeya_home/kakeya.toml}"
     [ -n "${KAKEYA_FLEET_PSK_FILE:-}" ] || ! grep -q '^[[:space:]]*fleet_psk_file' "$config" 2>/dev/null || return 0
     need_key "fleet key" "${KAKEYA_FLEET_PSK_FILE:-$kakeya_home/fleet.psk}" "$1"
+}
+
+# need_api_key: the dashboard's, which opens writes.
+need_api_key() {
+    local file
+    file="$(quoted "$KAKEYA_NETWORK_API_KEY_FILE")"
+    need_key "API key" "$KAKEYA_NETWORK_API_KEY_FILE" "openssl rand -hex 24 > $file; chmod 600 $file"
 }
 
 file_mode() {
@@ -105,6 +119,7 @@ read_options() {
     while [ $# -gt 0 ]; do
         case "$1" in
             --dry-run) kakeya_dry_run=yes ;;
+            --replace) kakeya_replace=yes ;;
             -h | --help)
                 # The script's own comment is its help text.
                 sed -n '2,/^[^#]/{s/^# \{0,1\}//p;}' "$script"
@@ -121,7 +136,7 @@ find_kakeya() {
     local candidate
     if [ -n "${1:-}" ]; then
         candidate="$(dirname "$1")/kakeya"
-        [ -x "$candidate" ] || refuse "there is no kakeya beside $1: $1 -m pip install '${kakeya_repo}[mlx]'"
+        [ -x "$candidate" ] || refuse "there is no kakeya beside $1: $(quoted "$1") -m pip install $(quoted "${kakeya_repo}[mlx]")"
         printf '%s\n' "$candidate"
         return
     fi
@@ -185,17 +200,44 @@ unload() {
     done
 }
 
-# load LABEL PLIST: launchd now and then refuses a bootstrap right after a bootout; three tries.
+# load LABEL PLIST: launchd now and then refuses a bootstrap right after a bootout; three tries. Not loaded or not started: 1;
+# kakeya_trouble says which, and kakeya_remedy what tells more.
 load() {
-    local try
+    local try domain
+    domain="gui/$(id -u)"
     for try in 1 2 3; do
-        if launchctl bootstrap "gui/$(id -u)" "$2"; then
-            launchctl kickstart "gui/$(id -u)/$1" >/dev/null || die "$1 was loaded but does not start: launchctl print gui/$(id -u)/$1"
-            return
+        if launchctl bootstrap "$domain" "$2"; then
+            launchctl kickstart "$domain/$1" >/dev/null && return
+            kakeya_trouble="$1 was loaded but does not start"
+            kakeya_remedy="launchctl print $domain/$1"
+            return 1
         fi
         [ "$try" -eq 3 ] || sleep "$kakeya_retry_s"
     done
-    die "launchd refuses $1 three times: launchctl bootstrap gui/$(id -u) $2 says why"
+    kakeya_trouble="launchd refuses $1 three times"
+    kakeya_remedy="launchctl bootstrap $domain $(quoted "$2") says why"
+    return 1
+}
+
+# go_back LABEL TARGET OLD RUNNING: the new definition does not work: put OLD, a copy of the one before, in its place, and load
+# it where it was loaded before.
+go_back() {
+    local why="$kakeya_trouble with the new definition, which --dry-run shows"
+    kakeya_staged="$2.new"
+    if ! { (unload "$1") && cp "$3" "$2.new" && put_in_place "$2"; } 2>/dev/null; then
+        die "$why; the old one could not be put back"
+    fi
+    [ "$4" = yes ] || die "$why; the old one is back"
+    load "$1" "$2" 2>/dev/null || die "$why; the old one is back, and does not run either: $kakeya_remedy"
+    die "$why; the old one is back and runs"
+}
+
+# need_same_home DEFINITION HOW: a service of the same role for another home would lose its place without a word.
+need_same_home() {
+    local other
+    [ -f "$1" ] && [ "$kakeya_replace" = no ] || return 0
+    other="$("$kakeya_python" "$kakeya_deploy/installed_home.py" "$1" "$kakeya_home")" || exit 2
+    [ -z "$other" ] || refuse "$(basename "$1") is installed for the home $other, and this one is for $kakeya_home; a user has one service of each role: $2, or give --replace"
 }
 
 clean_up() {
@@ -203,11 +245,17 @@ clean_up() {
     [ -z "$kakeya_staged" ] || rm -f "$kakeya_staged"
 }
 
-# make_folders DEFINITIONS: the folder of definitions, and the home folder for this user only.
+# make_private_folder FOLDER: for this user only, unless it is there.
+make_private_folder() {
+    local reason
+    reason="$(umask 077 && mkdir -p "$1" 2>&1)" || die "$1 cannot be made: ${reason##*: }"
+}
+
+# make_folders DEFINITIONS: the folder of definitions, and the home folder.
 make_folders() {
     local reason
     reason="$(mkdir -p "$1" 2>&1)" || die "$1 cannot be made: ${reason##*: }"
-    reason="$(umask 077 && mkdir -p "$kakeya_home" 2>&1)" || die "$kakeya_home cannot be made: ${reason##*: }"
+    make_private_folder "$kakeya_home"
 }
 
 # stage FILE TARGET: write TARGET.new, whole or not at all; what runs is not touched. `put_in_place TARGET` renames it.
@@ -221,6 +269,13 @@ stage() {
     cmp -s "$1" "$2.new" || die "$2 cannot be written: what was written reads differently; nothing was changed"
 }
 
+# keep_old TARGET: a copy of the definition that is about to be replaced, if any; `has_old TARGET`: whether it was another.
+keep_old() {
+    [ ! -f "$1" ] || cp "$1" "$kakeya_rendered/old" 2>/dev/null || die "$1 cannot be read; nothing was changed"
+}
+
+has_old() { [ -f "$kakeya_rendered/old" ] && ! cmp -s "$kakeya_rendered/old" "$1"; }
+
 put_in_place() {
     mv -f "$1.new" "$1" 2>/dev/null || return 1
     kakeya_staged=""
@@ -233,7 +288,7 @@ warn_of_variables() {
 
 # install_agent LABEL TEMPLATE LOG: render, check, replace what runs. With --dry-run: render, check and print.
 install_agent() {
-    local label="$1" template="$kakeya_deploy/launchd/$2" rendered target="$kakeya_agents/$1.plist"
+    local label="$1" template="$kakeya_deploy/launchd/$2" rendered target="$kakeya_agents/$1.plist" running=no
     trap clean_up EXIT
     kakeya_rendered="$(mktemp -d)" || die "no temporary folder"
     rendered="$kakeya_rendered"
@@ -243,6 +298,7 @@ install_agent() {
     fi
     "$kakeya_python" "$kakeya_deploy/render_service.py" --arguments "$template" "$rendered/arguments.json" || exit 2
     check_arguments "$rendered/arguments.json"
+    need_same_home "$target" "remove it first (bash deploy/uninstall_launchd.sh)"
     warn_of_variables "$template"
     if [ "$kakeya_dry_run" = yes ]; then
         cat "$rendered/$label.plist"
@@ -258,11 +314,16 @@ install_agent() {
     fi
     # Written before the old one is unloaded: on a full disk the old one goes on.
     stage "$rendered/$label.plist" "$target"
+    keep_old "$target"
+    ! loaded "$label" || running=yes
     unload "$label"
     if ! put_in_place "$target"; then
-        [ ! -f "$target" ] || load "$label" "$target"
+        [ ! -f "$target" ] || load "$label" "$target" || complain "$kakeya_trouble: $kakeya_remedy"
         die "$target cannot be replaced: the old definition is still there"
     fi
-    load "$label" "$target"
+    if ! load "$label" "$target"; then
+        ! has_old "$target" || go_back "$label" "$target" "$rendered/old" "$running"
+        die "$kakeya_trouble: $kakeya_remedy"
+    fi
     say "$label runs; log: $kakeya_home/$3"
 }

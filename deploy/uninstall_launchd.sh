@@ -14,6 +14,7 @@ done
 source "$(dirname "$script")/service_lib.sh"
 
 read_options "${BASH_SOURCE[0]}" "$@"
+[ "$kakeya_replace" = no ] || refuse "unknown option --replace; see --help"
 find_folders KAKEYA_LAUNCH_AGENTS
 
 # is_loaded LABEL: also one whose property list was deleted by hand.

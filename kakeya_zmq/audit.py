@@ -9,6 +9,7 @@ Rules
 - A line that a crash has torn is ended before the next one is written; the rest of it is left out when the log is read.
 - A full disk or a lost folder costs the log, never the node: the failure is counted, and writing goes on when it can.
 - Files have mode 0600. Entries of several nodes never share a file.
+- Of a file that is larger than ours can be the end is read, and what is no regular file is left alone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import IO, Any, Final
 
 from kakeya_zmq.protocol.limits import KeyedBuckets, TokenBucket
 from wire import limits
+from wire.files import NotRegularFile, open_regular, unreadable
 from wire.text import json_text
 
 AUDIT_FILE: Final = "audit.jsonl"
@@ -36,6 +38,8 @@ ENTRIES_BURST: Final = 20.0
 REASON_PER_S: Final = 1.0
 REASON_BURST: Final = 200.0
 """Of one kind and reason, over all nodes: one that makes up names does not write without end."""
+READ_BYTES_MAX: Final = 8 * FILE_BYTES_MAX
+"""Of one file: older versions may have kept larger ones."""
 REASONS_MAX: Final = 256
 OTHER_REASONS: Final = "another reason"
 """What all beyond REASONS_MAX share their rate under."""
@@ -61,6 +65,9 @@ class AuditLog:
         folder: the node's folder; it exists.
         monotonic: clock of the rates, in seconds.
         wall: clock of the entries, Unix time in seconds.
+
+    Raises:
+        ConfigError: something that is no regular file has the name of the log.
     """
 
     def __init__(
@@ -160,11 +167,13 @@ class AuditLog:
     def _ends_torn(self) -> bool:
         """Whether the process before was cut off in the middle of a line."""
         try:
-            with (self._folder / AUDIT_FILE).open("rb") as file:
+            with os.fdopen(open_regular(self._folder / AUDIT_FILE), "rb") as file:
                 if file.seek(0, os.SEEK_END) == 0:
                     return False
                 file.seek(-1, os.SEEK_END)
                 return file.read(1) != b"\n"
+        except NotRegularFile as error:
+            raise unreadable("the audit log", self._folder / AUDIT_FILE, error) from None
         except OSError:
             return False
 
@@ -177,8 +186,7 @@ class AuditLog:
 
 def _open_for_append(path: Path) -> int:
     # O_NOFOLLOW: nobody may lead the log somewhere else by a link in its place.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-    return os.open(path, flags, 0o600)
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0))
 
 
 def old_files(folder: Path) -> list[Path]:
@@ -190,13 +198,19 @@ def read_entries(folder: Path) -> Iterator[dict[str, Any]]:
     """All entries of a node's folder, the oldest first. Damaged lines are left out."""
     for path in [*reversed(old_files(folder)), folder / AUDIT_FILE]:
         try:
-            data = path.read_bytes()
+            data = _end_of(path)
         except OSError:
-            continue  # never written, or rotated away meanwhile
+            continue  # never written, rotated away meanwhile, or none of ours
         for line in data.splitlines():
             entry = parse_entry(line)
             if entry is not None:
                 yield entry
+
+
+def _end_of(path: Path) -> bytes:
+    with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - READ_BYTES_MAX))
+        return file.read(READ_BYTES_MAX)
 
 
 def parse_entry(line: bytes) -> dict[str, Any] | None:

@@ -15,9 +15,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from kakeya_zmq.option_values import ALL_ROLES, Option, parse_file_value, parse_value
+from kakeya_zmq.option_values import ALL_ROLES, Option, parse_file_value, parse_value, refuse_lists_of_tables
 from kakeya_zmq.options import DEFAULT_PORTS, OPTIONS, options_for
+from kakeya_zmq.user_paths import home_folder, user_path
 from wire.errors import ConfigError
+from wire.files import read_guarded
 from wire.limits import GIB, NAME_CHARACTERS_MAX
 from wire.text import NODE_ID_CHARACTERS_MAX, is_node_id
 
@@ -30,7 +32,7 @@ CONFIG_REMEDY = "check --config, or KAKEYA_CONFIG"
 def kakeya_home(environment: Mapping[str, str] | None = None) -> Path:
     """The folder of keys, state and logs: ``KAKEYA_HOME``, else ``~/.kakeya``."""
     value = (os.environ if environment is None else environment).get("KAKEYA_HOME", "")
-    return Path(value).expanduser() if value else Path.home() / ".kakeya"
+    return user_path(value, "KAKEYA_HOME") if value else home_folder() / ".kakeya"
 
 
 def find_config_file(given: str, environment: Mapping[str, str] | None = None) -> Path | None:
@@ -40,9 +42,9 @@ def find_config_file(given: str, environment: Mapping[str, str] | None = None) -
     """
     given = given or (os.environ if environment is None else environment).get("KAKEYA_CONFIG", "")
     if given:
-        return Path(given).expanduser()
+        return user_path(given, "the configuration file")
     usual = kakeya_home(environment) / CONFIG_FILE
-    return usual if usual.exists() else None
+    return usual if usual.exists() or usual.is_symlink() else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,24 +273,24 @@ def _pick(
 
 
 def _read_text(path: Path) -> str:
-    """The file's text; a device or an endless file must not be read to its end.
+    """The file's text. It says which keys and which roster count: nobody else may be able to change it.
 
     Raises:
-        ConfigError: not a regular file, or larger than a configuration can be.
+        UnsafeFileError: others could change it.
+        ConfigError: it is a link that leads nowhere.
+        OSError: it cannot be read, is not a regular file, or larger than a configuration can be.
     """
-    if path.exists() and not path.is_file():
-        raise ConfigError("the configuration file is not a regular file", remedy=CONFIG_REMEDY)
-    with path.open("rb") as stream:
-        data = stream.read(CONFIG_BYTES_MAX + 1)
-    if len(data) > CONFIG_BYTES_MAX:
-        raise ConfigError(f"the configuration file is larger than {CONFIG_BYTES_MAX} bytes", remedy=CONFIG_REMEDY)
-    return data.decode("utf-8")
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"the configuration file {path} is a link that leads nowhere", remedy="mend it, or remove it")
+    data = read_guarded(path, CONFIG_BYTES_MAX, "the configuration file")
+    return data.decode("utf-8-sig")  # some editors put a mark before the text
 
 
 def read_config_file(path: Path, role: str) -> dict[str, Any]:
     """What the file says for a role, by setting; the values are not judged yet.
 
     Raises:
+        UnsafeFileError: others could change it.
         ConfigError: it cannot be read, is no TOML, or has an unknown key.
     """
     try:
@@ -301,6 +303,7 @@ def read_config_file(path: Path, role: str) -> dict[str, Any]:
         raise ConfigError(f"the configuration file is not valid TOML: {error}") from None
     except ValueError:  # Python's own limit for the digits of a number
         raise ConfigError("a number in the configuration file is too long", remedy="see docs/configuration.md") from None
+    refuse_lists_of_tables(document)
     tables = {name: value for name, value in document.items() if isinstance(value, dict)}
     plain = {name: value for name, value in document.items() if not isinstance(value, dict)}
     _check_keys(plain, {option.name for option in OPTIONS})

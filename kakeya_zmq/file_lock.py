@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from wire.files import open_regular
+
 fcntl: ModuleType | None
 try:
     import fcntl
@@ -32,8 +34,7 @@ def locked(folder: Path, *, wait_s: float = WAIT_SECONDS) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-    descriptor = os.open(folder / LOCK_FILE, flags, 0o600)
+    descriptor = open_regular(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0))
     try:
         _take(fcntl, descriptor, time.monotonic() + wait_s)
         yield

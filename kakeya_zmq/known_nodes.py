@@ -8,10 +8,7 @@ what somebody else took out of its file, also when it is just about to write it 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
@@ -19,6 +16,7 @@ from typing import Final
 from kakeya_zmq.file_lock import locked
 from kakeya_zmq.protocol.identities import NODES_MAX
 from wire.errors import ConfigError
+from wire.files import read_regular, unreadable, write_private_file
 from wire.keys import KEY_BYTES
 from wire.limits import NAME_CHARACTERS_MAX
 from wire.text import is_node_id
@@ -36,12 +34,11 @@ def load_known_nodes(folder: Path) -> dict[str, bytes]:
     """
     path = folder / KNOWN_NODES_FILE
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
+        data = read_regular(path, FILE_BYTES_MAX)
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or 'unknown error'}", remedy="check its mode") from None
+        raise unreadable("", path, error, remedy="check its mode and size") from None
     try:
         return _parse(data)
     except (ValueError, RecursionError):
@@ -50,8 +47,6 @@ def load_known_nodes(folder: Path) -> dict[str, bytes]:
 
 
 def _parse(data: bytes) -> dict[str, bytes]:
-    if len(data) > FILE_BYTES_MAX:
-        raise ValueError("too large")
     document = json.loads(data)
     if not isinstance(document, dict):
         raise ValueError("not an object")
@@ -101,16 +96,5 @@ def save_known_nodes(folder: Path, nodes: Mapping[str, bytes]) -> None:
     Raises:
         OSError: it cannot be written; the old one stays.
     """
-    path = folder / KNOWN_NODES_FILE
     text = json.dumps({node_id: key.hex() for node_id, key in nodes.items()}, indent=0)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_private_file(folder / KNOWN_NODES_FILE, text.encode("utf-8") + b"\n")

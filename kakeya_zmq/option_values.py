@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from kakeya_zmq.user_paths import user_path
 from wire.errors import ConfigError
 
 ALL_ROLES = ("primary", "worker", "cache")
@@ -47,7 +47,7 @@ def parse_value(option: Option, value: Any, source: str) -> Any:
     match option.kind:
         case "text" | "path":
             text = _as_text(value, source)
-            return str(Path(text).expanduser()) if option.kind == "path" and text else text
+            return str(user_path(text, source)) if option.kind == "path" and text else text
         case "list":
             return tuple(text for item in _items(value, source) if (text := _as_text(item, source).strip()))
         case "switch":
@@ -73,6 +73,18 @@ def parse_file_value(option: Option, value: Any, source: str) -> Any:
         example = f': {option.name} = "{shown}"' if len(shown) <= EXAMPLE_CHARACTERS_MAX and shown != TOO_LONG else ""
         raise ConfigError(f"{source} is {shown}, a number", remedy=f"a text in quotes{example}")
     return parse_value(option, value, source)
+
+
+def refuse_lists_of_tables(document: Mapping[str, Any]) -> None:
+    """Of a TOML file: ``[[worker]]`` would be taken for a list of that name, and what it says would have no effect.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, value in document.items():
+        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            remedy = f"a role has one table: write [{name}]" if name in ALL_ROLES else "a list of texts"
+            raise ConfigError(f"[[{name[:60]}]] in the configuration file is a list of tables", remedy=remedy)
 
 
 def _without_quotes(option: Option, text: str) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 
 from kakeya_zmq.file_lock import locked
 from wire.errors import ConfigError
+from wire.files import read_regular, unreadable
 from wire.keys import write_secret_file
 from wire.limits import REVOCATION_BYTES_MAX, REVOCATIONS_MAX
 
@@ -26,19 +27,19 @@ def load_revocations(folder: Path) -> tuple[bytes, ...]:
     """The signed revocations a node keeps; none when there is no file.
 
     Raises:
-        ConfigError: the file is damaged. It is not ignored: a revoked key would be taken again.
+        ConfigError: the file cannot be read or is damaged. It is not ignored: a revoked key would be taken again.
     """
     path = folder / REVOCATIONS_FILE
     try:
-        with path.open("rb") as file:
-            data = file.read(FILE_BYTES_MAX + 1)
-        rows = json.loads(data)
+        rows = json.loads(read_regular(path, FILE_BYTES_MAX))
         if not isinstance(rows, list):
             raise ValueError
         return tuple(bytes.fromhex(row) for row in rows)
     except FileNotFoundError:
         return ()
-    except (OSError, ValueError, TypeError, RecursionError):
+    except OSError as error:
+        raise unreadable("", path, error, remedy="check its mode and size") from None
+    except (ValueError, TypeError, RecursionError):
         raise ConfigError(f"{path} is damaged", remedy="repair it, or remove it to revoke anew") from None
 
 

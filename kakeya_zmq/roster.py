@@ -30,6 +30,7 @@ from kakeya_zmq.compat import Compatibility
 from kakeya_zmq.protocol.identities import CLIENT_ROLES
 from wire.cards import Card
 from wire.errors import ConfigError
+from wire.files import read_guarded, unreadable
 from wire.keys import KEY_BYTES
 from wire.limits import GIB
 from wire.messages import (
@@ -97,16 +98,13 @@ class Roster:
         """Read it.
 
         Raises:
+            UnsafeFileError: others could change it.
             ConfigError: it cannot be read, or something in it does not fit; the line names what.
         """
         try:
-            with path.open("rb") as file:
-                data = file.read(FILE_BYTES_MAX + 1)
-            if len(data) > FILE_BYTES_MAX:
-                raise ConfigError(f"the roster {path} is too large")
-            document = tomllib.loads(data.decode("utf-8"))
+            document = tomllib.loads(read_guarded(path, FILE_BYTES_MAX, "the roster").decode("utf-8"))
         except OSError as error:
-            raise ConfigError(f"the roster {path} cannot be read: {error.strerror or 'unknown error'}") from None
+            raise unreadable("the roster", path, error) from None
         except (ValueError, RecursionError) as error:
             text = " ".join(str(error).split())[:120]
             raise ConfigError(f"the roster {path} is not TOML: {text}") from None

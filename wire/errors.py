@@ -100,6 +100,10 @@ class SecretFileError(ConfigError):
     """A PSK or key file is missing, unreadable, too short, or readable by others."""
 
 
+class UnsafeFileError(ConfigError):
+    """A file that says who may do what can be changed by others."""
+
+
 class ModelError(ConfigError):
     """A model folder cannot be loaded, or its cache type is not supported."""
 

@@ -15,11 +15,10 @@ use 32 random bytes (:meth:`FleetKey.generate`), not a phrase.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
+import re
 import secrets
-import stat
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +29,14 @@ from nacl.exceptions import BadSignatureError
 from nacl.signing import SigningKey, VerifyKey
 
 from wire.errors import AuthenticationError, ConfigError, LocalProtocolError, SecretFileError
+from wire.files import (
+    NotRegularFile,
+    make_private_folder,
+    open_folder_of,
+    open_regular,
+    read_at_most,
+    write_private_file,
+)
 
 KEY_BYTES: Final = 32
 KEY_ID_BYTES: Final = 8
@@ -37,6 +44,8 @@ PSK_BYTES_MIN: Final = 16
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 KEY_RING_HEADER: Final = b"# kakeya fleet keys, newest first"
 """First line of a file that holds several PSKs, one a line (wire.keyring)."""
+_MADE_KEY: Final = re.compile(rb"[0-9a-fA-F]{%d,}" % (2 * PSK_BYTES_MIN))
+"""A line that `kakeya key new` or `openssl rand -hex` has made."""
 SIGNATURE_BYTES: Final = 64
 SECRET_FILE_BYTES_MAX: Final = 64 * 1024
 """No secret is larger; keeps a wrong path (a model, a log) from being read into memory."""
@@ -98,12 +107,12 @@ def read_secret_file(
         SecretFileError: missing, unreadable, not a regular file, empty, too short, too long, open to others, owned by
             another user, or in a folder that everybody may write to.
     """
-    # O_NONBLOCK: opening a FIFO must not hang the start of a daemon.
-    flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        descriptor = os.open(path, flags)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         raise SecretFileError(f"the {what} file {path} does not exist", remedy=absent) from None
+    except NotRegularFile:
+        raise SecretFileError(f"the {what} file {path} is not a regular file", remedy="pass the right path") from None
     except OSError as error:
         reason = error.strerror or "unknown error"
         raise SecretFileError(
@@ -111,9 +120,10 @@ def read_secret_file(
         ) from None
     try:
         _check_secret_file(os.fstat(descriptor), path, what)
-        for folder in {path.absolute().parent, Path(os.path.realpath(path)).parent}:
-            _check_secret_folder(folder, path, what)
-        data = _read_at_most(descriptor, SECRET_FILE_BYTES_MAX + 1)
+        if (folder := open_folder_of(path)) is not None:
+            text = f"the {what} file {path} is in a folder that everybody may write to"
+            raise SecretFileError(text, remedy=f"chmod o-w {folder}")
+        data = read_at_most(descriptor, SECRET_FILE_BYTES_MAX + 1)
     except OSError as error:
         raise SecretFileError(f"the {what} file {path} cannot be read: {error.strerror or 'unknown error'}") from None
     finally:
@@ -138,34 +148,12 @@ def read_fleet_key_file(path: Path) -> bytes:
 
 
 def _check_secret_file(status: os.stat_result, path: Path, what: str) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        raise SecretFileError(f"the {what} file {path} is not a regular file", remedy="pass the right path")
     if os.name != "posix":
         return
     if status.st_uid != os.geteuid():
         raise SecretFileError(f"the {what} file {path} belongs to another user", remedy=f"chown it to this user: {path}")
     if status.st_mode & 0o077:
         raise SecretFileError(f"the {what} file {path} is open to other users", remedy=f"chmod 600 {path}")
-
-
-def _check_secret_folder(folder: Path, path: Path, what: str) -> None:
-    if os.name != "posix":
-        return
-    # With the sticky bit, as of /tmp, everybody may put files there and touch his own only.
-    mode = folder.stat().st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        text = f"the {what} file {path} is in a folder that everybody may write to"
-        raise SecretFileError(text, remedy=f"chmod o-w {folder}")
-
-
-def _read_at_most(descriptor: int, count: int) -> bytes:
-    pieces = bytearray()
-    while len(pieces) < count:
-        piece = os.read(descriptor, count - len(pieces))
-        if not piece:
-            break
-        pieces += piece
-    return bytes(pieces)
 
 
 def write_secret_file(path: Path, data: bytes, *, replace: bool = False) -> None:
@@ -177,48 +165,15 @@ def write_secret_file(path: Path, data: bytes, *, replace: bool = False) -> None
     Raises:
         ConfigError: the file exists, or cannot be written.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        _make_private_folders(path.parent)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            if replace:
-                temporary.replace(path)
-            else:
-                os.link(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        make_private_folder(path.parent)
+        write_private_file(path, data, replace=replace)
     except FileExistsError:
         raise ConfigError(f"{path} exists and is not overwritten", remedy="remove it first, or choose another") from None
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror or 'unknown error'}", remedy="choose a writable local folder"
         ) from None
-
-
-def _make_private_folders(folder: Path) -> None:
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for each in reversed(missing):
-        # Another daemon may have made it in the meantime: that is as good.
-        each.mkdir(mode=0o700, exist_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    # Some file systems refuse fsync on folders; the file itself is already on disk then.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _load_or_create_hex(path: Path, what: str, damaged: str) -> bytes:
@@ -389,16 +344,29 @@ def split_keys(data: bytes) -> list[bytes]:
     """The PSKs in the text of a key file, newest first: the text itself, or the lines of a ring between header and end.
 
     A ring that lost its end (half copied, a full disk) must not be taken for a key: its beginning is known to everybody.
+    Nor must several keys without their header be taken for one: whoever has written them means a ring.
 
     Raises:
-        ConfigError: it begins like a ring, or with a byte order mark, and is no whole ring.
+        ConfigError: it begins like a ring, or with a byte order mark, and is no whole ring; or is several keys, or no text.
     """
+    if b"\0" in data:
+        remedy = "put a text there: `kakeya key new`, or `openssl rand -hex 32`; it is the same on every machine"
+        raise ConfigError("it has a NUL byte, which no text has", remedy=remedy)
     if not data.startswith((b"#", _BYTE_ORDER_MARK)):
+        if (count := _keys_without_header(data)) > 1:
+            text = f"it holds {count} keys without the header of a ring"
+            raise ConfigError(text, remedy="keep the one line that the fleet has; `kakeya key rotate` adds another key")
         return [data]
     header, *keys = [line.strip() for line in data.splitlines() if line.strip()] or [b""]
     if header != KEY_RING_HEADER or not keys or keys[-1] != key_ring_end(len(keys) - 1):
         raise ConfigError("it is damaged or not copied to its end", remedy="copy the whole file again")
     return keys[:-1]
+
+
+def _keys_without_header(data: bytes) -> int:
+    """How many lines there are, where each looks like a key that was made for this; 0: it is something else."""
+    lines = [line.strip() for line in data.splitlines() if line.strip()]
+    return len(lines) if all(_MADE_KEY.fullmatch(line) for line in lines) else 0
 
 
 def key_ring_end(count: int) -> bytes:

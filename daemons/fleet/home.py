@@ -11,6 +11,7 @@ from typing import Final
 
 from kakeya_zmq.file_lock import locked
 from wire.errors import ConfigError, FleetBusyError
+from wire.files import ODD_FILE_REMEDY, NotRegularFile, make_private_folder
 
 ROOM_BYTES: Final = 64 * 1024
 """What daemons write before they serve: keys, known nodes, the first lines of their logs."""
@@ -28,7 +29,7 @@ def starting_alone(folder: Path) -> Iterator[None]:
         FleetBusyError: another one does, for longer than a look at what runs takes.
         OSError: the folder or the lock cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_folder(folder)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(folder))
@@ -60,6 +61,8 @@ def check_room(folder: Path) -> None:
 def unwritable(error: OSError) -> ConfigError:
     """What to tell of a file of the fleet that cannot be made or written."""
     what = error.filename if isinstance(error.filename, str) else "a file under the home"
+    if isinstance(error, NotRegularFile):
+        return ConfigError(f"{what} cannot be used: {error.strerror}", remedy=ODD_FILE_REMEDY)
     if error.errno in _FULL:
         remedy = "make room on the disk of KAKEYA_HOME, or set it to a folder on another disk"
         return ConfigError(f"{what} cannot be written: the disk is full", remedy=remedy)

@@ -6,7 +6,6 @@ A process id alone is not trusted: a process counts as ours only when it started
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +17,11 @@ from kakeya_zmq.config import kakeya_home
 from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.options import DEFAULT_PORTS
 from wire.errors import ConfigError
+from wire.files import make_private_folder, read_regular, write_private_file
 
 PID_MAX = 2**31 - 1
+NOTES_BYTES_MAX = 256 * 1024
+"""Far more than a few daemons with all their flags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ def load_fleet() -> tuple[Member, ...]:
     """
     path = notes_file()
     try:
-        return read_members(path.read_bytes())
+        return read_members(read_regular(path, NOTES_BYTES_MAX))
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, ValueError) as error:
@@ -94,10 +96,8 @@ def read_members(data: bytes) -> tuple[Member, ...]:
 
 def save_fleet(members: Sequence[Member]) -> None:
     path = notes_file()
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps([asdict(member) for member in members], indent=2), encoding="utf-8")
-    temporary.replace(path)
+    make_private_folder(path.parent)
+    write_private_file(path, json.dumps([asdict(member) for member in members], indent=2).encode("utf-8"))
 
 
 def live_members() -> tuple[Member, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from daemons.fleet.down import STOP_TIMEOUT_SECONDS
 from daemons.fleet.home import check_room, unwritable
 from daemons.fleet.notes import Member
 from daemons.node_lock import REMEDY as NODE_REMEDY
-from daemons.run import bound_file
+from daemons.run import READY_BYTES_MAX, bound_file
 from kakeya_zmq.io.sockets import Address, parse_address
 from wire.errors import ConfigError, FailureCode, KakeyaError, PortInUseError, RequestFailed, SecretFileError
+from wire.files import make_private_folder, open_regular, read_regular
 
 START_TIMEOUT_SECONDS = 180.0
 POLL_SECONDS = 0.05
@@ -35,11 +37,11 @@ class Starting:
         self.log = log
         self.address = address
         self.arguments = tuple(arguments)
-        ready_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(ready_file.parent)
         self.forget_files()
-        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_folder(log.parent)
         self._log_start = log.stat().st_size if log.exists() else 0
-        with log.open("ab") as stream:
+        with os.fdopen(open_regular(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as stream:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "daemons", role, *arguments, "--ready-file", str(ready_file)],
                 stdin=subprocess.DEVNULL,
@@ -106,7 +108,7 @@ class Starting:
 
     def _facts(self, file: Path) -> dict[str, object] | None:
         try:
-            facts: dict[str, object] = json.loads(file.read_text(encoding="utf-8"))
+            facts: dict[str, object] = json.loads(read_regular(file, READY_BYTES_MAX))
         except (OSError, ValueError):
             return None
         return facts if facts.get("pid") == self.process.pid else None

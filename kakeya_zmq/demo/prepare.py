@@ -29,6 +29,7 @@ import platformdirs
 
 from kakeya_zmq.demo.convert import Progress, convert_gguf
 from kakeya_zmq.demo.document import demo_document as demo_document
+from kakeya_zmq.user_paths import user_path
 from wire.errors import CapacityError, DataLossError, KakeyaError, ModelError
 from wire.limits import GIB, MIB
 
@@ -49,7 +50,7 @@ _REMEDY_DISK: Final = f"free some disk space, or set {CACHE_VARIABLE} to a folde
 def demo_model_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Where the demo model is, or will be: under ``KAKEYA_MODEL_CACHE``, else in the user's cache folder."""
     root = environment.get(CACHE_VARIABLE, "")
-    models = Path(root).expanduser() if root else Path(platformdirs.user_cache_dir("kakeya")) / "models"
+    models = user_path(root, CACHE_VARIABLE) if root else Path(platformdirs.user_cache_dir("kakeya")) / "models"
     return models.absolute() / MODEL_NAME
 
 

@@ -11,12 +11,12 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wire.errors import ModelError
+from wire.files import make_private_folder, read_regular, write_private_file
 from wire.limits import MIB
 
 Progress = Callable[[str], None]
@@ -246,9 +246,7 @@ def _cache_key(file: Path, status: os.stat_result) -> str:
 
 def _read_digests(path: Path) -> dict[str, str]:
     try:
-        if path.stat().st_size > DIGEST_CACHE_BYTES_MAX:
-            return {}
-        entries = json.loads(path.read_text("utf-8"))
+        entries = json.loads(read_regular(path, DIGEST_CACHE_BYTES_MAX))
     except (OSError, ValueError):  # absent, unreadable or damaged: hash again
         return {}
     if not isinstance(entries, dict):
@@ -257,16 +255,5 @@ def _read_digests(path: Path) -> dict[str, str]:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # mkstemp makes the file with mode 0600.
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    make_private_folder(path.parent)
+    write_private_file(path, text.encode("utf-8"))

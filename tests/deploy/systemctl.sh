@@ -1,5 +1,6 @@
 #!/bin/sh
-# A stand-in for systemctl --user: records its calls in $FAKE_SYSTEMD. no-manager, refuse-enable: files that make it fail.
+# A stand-in for systemctl --user: records its calls in $FAKE_SYSTEMD, and remembers what runs there.
+# no-manager, refuse-enable: files that make it fail; refuse-restart: how many of the next restarts fail.
 [ "$1" = --user ] || exit 64
 shift
 printf '%s\n' "$*" >>"$FAKE_SYSTEMD/calls"
@@ -7,8 +8,21 @@ printf '%s\n' "$*" >>"$FAKE_SYSTEMD/calls"
     echo "Failed to connect to bus: No medium found" >&2
     exit 1
 }
+for unit in "$@"; do :; done
 case "$1" in
     enable) [ ! -e "$FAKE_SYSTEMD/refuse-enable" ] ;;
-    show-environment | daemon-reload | restart | disable) ;;
+    restart)
+        left="$(cat "$FAKE_SYSTEMD/refuse-restart" 2>/dev/null || echo 0)"
+        [ "$left" -eq 0 ] || {
+            echo $((left - 1)) >"$FAKE_SYSTEMD/refuse-restart"
+            exit 1
+        }
+        touch "$FAKE_SYSTEMD/runs-$unit"
+        ;;
+    is-active)
+        if [ -e "$FAKE_SYSTEMD/runs-$unit" ]; then echo active; else echo inactive; exit 3; fi
+        ;;
+    stop | disable) rm -f "$FAKE_SYSTEMD/runs-$unit" ;;
+    show-environment | daemon-reload) ;;
     *) exit 64 ;;
 esac

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import plistlib
+import shlex
 import shutil
 import subprocess
 import sys
@@ -87,8 +88,73 @@ def test_a_refusal_for_good_is_one_line(home: Home) -> None:
     home.plan("refuse-bootstrap", 3)
     done = home.run(WORKER)
     assert done.returncode == 1
-    assert "three times" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    (line,) = done.stderr.splitlines()
+    trouble, _, remedy = line.partition(" three times: ")
+    assert trouble.startswith("kakeya: error: launchd refuses ")
+    # It can be pasted into a shell, whatever the folder is called.
+    assert shlex.split(remedy.removesuffix(" says why")) == [
+        "launchctl",
+        "bootstrap",
+        _domain(),
+        str(home.agents / f"{LABEL}.plist"),
+    ]
+
+
+def test_a_definition_that_is_refused_gives_way_to_the_one_before(home: Home) -> None:
+    assert home.run(WORKER).returncode == 0
+    before = (home.agents / f"{LABEL}.plist").read_bytes()
+    home.plan("refuse-bootstrap", 3)
+    done = home.run(WORKER, KAKEYA_WORKER_CACHE_GB="6")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"kakeya: error: launchd refuses {LABEL} three times with the new definition")
+    assert line.endswith("the old one is back and runs")
+    assert {path.name: path.read_bytes() for path in home.agents.iterdir()} == {f"{LABEL}.plist": before}
+    assert (home.home / "launchd" / f"loaded-{LABEL}").exists()
+    assert home.calls[-1] == f"kickstart {_domain()}/{LABEL}"
+
+
+def test_neither_of_two_definitions_is_taken(home: Home) -> None:
+    assert home.run(WORKER).returncode == 0
+    before = (home.agents / f"{LABEL}.plist").read_bytes()
+    home.plan("refuse-bootstrap", 6)
+    done = home.run(WORKER, KAKEYA_WORKER_CACHE_GB="6")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "the old one is back, and does not run either: launchctl bootstrap" in line
+    assert (home.agents / f"{LABEL}.plist").read_bytes() == before
+
+
+def test_what_was_not_loaded_stays_so_when_the_new_definition_is_refused(home: Home) -> None:
+    assert home.run(WORKER).returncode == 0
+    before = (home.agents / f"{LABEL}.plist").read_bytes()
+    (home.home / "launchd" / f"loaded-{LABEL}").unlink()
+    home.plan("refuse-bootstrap", 3)
+    done = home.run(WORKER, KAKEYA_WORKER_CACHE_GB="6")
+    assert (done.returncode, done.stderr.rstrip().endswith("the old one is back")) == (1, True)
+    assert (home.agents / f"{LABEL}.plist").read_bytes() == before
+    assert not (home.home / "launchd" / f"loaded-{LABEL}").exists()
+
+
+def test_a_second_fleet_does_not_take_the_place_of_the_first_without_a_word(home: Home) -> None:
+    first = home.home / ".kakeya"
+    second = Path(shutil.copytree(first, home.home / "second"))
+    assert home.run(WORKER, KAKEYA_HOME=str(second)).returncode == 0
+    before = (home.agents / f"{LABEL}.plist").read_bytes()
+    home.forget_calls()
+    for arguments in ((), ("--dry-run",)):
+        done = home.run(WORKER, *arguments)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert f"{LABEL}.plist is installed for the home {second}, and this one is for {first}" in line
+        assert "uninstall_launchd.sh" in line
+        assert "--replace" in line
+    assert (home.agents / f"{LABEL}.plist").read_bytes() == before
+    assert home.calls == []
+    assert home.run(WORKER, "--replace").returncode == 0
+    assert plistlib.loads((home.agents / f"{LABEL}.plist").read_bytes())["WorkingDirectory"] == str(first)
+    (home.agents / f"{LABEL}.plist").write_bytes(b"no property list")
+    assert home.run(WORKER).returncode == 0, "what nobody can read is replaced"
 
 
 def test_a_dry_run_touches_nothing(home: Home) -> None:
@@ -433,7 +499,10 @@ def test_a_key_is_judged_as_the_daemons_judge_it(home: Home) -> None:
     psk.chmod(0o640)
     done = home.run(WORKER, "--dry-run", KAKEYA_FLEET_PSK_FILE=str(link))
     assert done.returncode == 2
-    assert f"the fleet key file {link} is open to other users (chmod 600 {link})" in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert f"the fleet key file {link} is open to other users" in line
+    _, _, remedy = line.partition("(")
+    assert shlex.split(remedy.rstrip(")")) == ["chmod", "600", str(link)], "it can be pasted into a shell"
 
 
 def test_a_script_runs_through_a_link(home: Home) -> None:

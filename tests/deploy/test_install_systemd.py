@@ -31,9 +31,14 @@ class Systemd:
     def unit(self, service: str) -> Path:
         return self.home.home / ".config" / "systemd" / "user" / f"kakeya-{service}.service"
 
-    def plan(self, name: str) -> None:
-        """Let the stand-in fail: no-manager or refuse-enable."""
-        (self.folder / name).touch()
+    def plan(self, name: str, count: int = 1) -> None:
+        """Let the stand-in fail: no-manager or refuse-enable; refuse-restart: so many times."""
+        (self.folder / name).write_text(str(count), encoding="utf-8")
+
+    def lines(self, service: str, key: str) -> list[str]:
+        """What the installed unit says of a key."""
+        text = self.unit(service).read_text(encoding="utf-8")
+        return [line.partition("=")[2] for line in text.splitlines() if line.startswith(f"{key}=")]
 
 
 @pytest.fixture
@@ -187,3 +192,151 @@ def test_variables_without_effect_are_told(systemd: Systemd) -> None:
         "did you mean KAKEYA_RUNTIME_CACHE_GB?",
     ):
         assert told in done.stderr
+
+
+# --- another definition, another home ------------------------------------------------------------------------------------
+
+
+def test_a_unit_that_does_not_start_gives_way_to_the_one_before(systemd: Systemd) -> None:
+    assert systemd.home.run(SCRIPT, "worker").returncode == 0
+    before = systemd.unit("worker").read_bytes()
+    systemd.plan("refuse-restart", 1)
+    done = systemd.home.run(SCRIPT, "worker", KAKEYA_WORKER_CACHE_GB="6")
+    assert done.returncode == 1
+    told = done.stderr.splitlines()[-1]
+    assert told.startswith("kakeya: error: kakeya-worker.service does not start with the new definition")
+    assert told.endswith("the old one is back and runs")
+    assert systemd.unit("worker").read_bytes() == before
+    assert systemd.calls[-3:] == ["daemon-reload", "enable kakeya-worker.service", "restart kakeya-worker.service"]
+    assert (systemd.folder / "runs-kakeya-worker.service").exists()
+
+
+def test_a_unit_that_was_stopped_stays_stopped_when_the_new_one_does_not_start(systemd: Systemd) -> None:
+    assert systemd.home.run(SCRIPT, "worker").returncode == 0
+    before = systemd.unit("worker").read_bytes()
+    (systemd.folder / "runs-kakeya-worker.service").unlink()
+    systemd.plan("refuse-restart", 1)
+    done = systemd.home.run(SCRIPT, "worker", KAKEYA_WORKER_CACHE_GB="6")
+    assert (done.returncode, done.stderr.splitlines()[-1].endswith("the old one is back")) == (1, True)
+    assert systemd.unit("worker").read_bytes() == before
+    assert systemd.calls[-1] == "stop kakeya-worker.service"
+
+
+def test_neither_of_two_units_starts(systemd: Systemd) -> None:
+    assert systemd.home.run(SCRIPT, "worker").returncode == 0
+    before = systemd.unit("worker").read_bytes()
+    systemd.plan("refuse-restart", 2)
+    done = systemd.home.run(SCRIPT, "worker", KAKEYA_WORKER_CACHE_GB="6")
+    assert (done.returncode, "and does not run either" in done.stderr) == (1, True)
+    assert systemd.unit("worker").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["second", """a 50% "home" \\ of 's'"""])
+def test_a_second_fleet_does_not_take_the_place_of_the_first_without_a_word(systemd: Systemd, name: str) -> None:
+    first = systemd.home.home / ".kakeya"
+    second = Path(shutil.copytree(first, systemd.home.home / name))
+    assert systemd.home.run(SCRIPT, "worker", KAKEYA_HOME=str(second)).returncode == 0
+    before, calls = systemd.unit("worker").read_bytes(), len(systemd.calls)
+    for arguments in (("worker",), ("worker", "--dry-run")):
+        done = systemd.home.run(SCRIPT, *arguments)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2
+        assert f"kakeya-worker.service is installed for the home {second}, and this one is for {first}" in line
+        assert "--uninstall worker" in line
+        assert "--replace" in line
+    assert systemd.unit("worker").read_bytes() == before
+    assert systemd.calls[calls:] == []
+    assert systemd.home.run(SCRIPT, "worker", "--replace").returncode == 0
+    assert systemd.lines("worker", "WorkingDirectory") == [str(first)]
+    assert systemd.home.run(SCRIPT, "worker", KAKEYA_HOME=f"{first}/").returncode == 0, "the same home, written otherwise"
+
+
+# --- what lies outside of the home ---------------------------------------------------------------------------------------
+
+
+def _folders(systemd: Systemd, service: str) -> list[str]:
+    return [line.strip('"') for line in systemd.lines(service, "ReadWritePaths")]
+
+
+@pytest.mark.parametrize("variable", ["KAKEYA_NETWORK_STATE", "KAKEYA_DASHBOARD_STATE"])
+def test_the_dashboards_unit_may_write_where_its_database_is(systemd: Systemd, variable: str) -> None:
+    state = systemd.home.home / "state" / "network.sqlite3"
+    done = systemd.home.run(SCRIPT, "dashboard", **{variable: str(state)})
+    assert done.returncode == 0, done.stderr
+    assert str(state.parent) in _folders(systemd, "dashboard")
+    assert state.parent.stat().st_mode & 0o777 == 0o700
+    again = systemd.home.run(SCRIPT, "dashboard", **{variable: str(systemd.home.home / ".kakeya" / "x" / "y")})
+    assert again.returncode == 0, again.stderr
+    assert str(state.parent) not in _folders(systemd, "dashboard")
+
+
+def test_a_dry_run_makes_no_folder(systemd: Systemd) -> None:
+    state = systemd.home.home / "state" / "network.sqlite3"
+    done = systemd.home.run(SCRIPT, "dashboard", "--dry-run", KAKEYA_NETWORK_STATE=str(state))
+    assert done.returncode == 0, done.stderr
+    assert f'ReadWritePaths="{state.parent}"' in done.stdout
+    assert not state.parent.exists()
+
+
+def test_a_relative_database_is_where_the_installer_was_told(systemd: Systemd) -> None:
+    (systemd.home.home / "here").mkdir()
+    done = systemd.home.run(SCRIPT, "dashboard", folder=systemd.home.home / "here", KAKEYA_NETWORK_STATE="own/state.db")
+    assert done.returncode == 0, done.stderr
+    assert str(systemd.home.home / "here" / "own") in _folders(systemd, "dashboard")
+
+
+@pytest.mark.parametrize(
+    ("where", "words"),
+    [
+        ("a/b/state.db", "there is no"),
+        ("models/tiny/config.json/state.db", "is no folder"),
+        ("~nobody-here/state.db", "write the home folder of another user in full"),
+    ],
+)
+def test_a_database_that_has_no_place_is_refused(systemd: Systemd, where: str, words: str) -> None:
+    state = where if where.startswith("~") else str(systemd.home.home / where)
+    done = systemd.home.run(SCRIPT, "dashboard", KAKEYA_NETWORK_STATE=state)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert words in line
+    assert systemd.calls == []
+    assert not systemd.unit("dashboard").exists()
+
+
+def test_a_unit_sees_a_temporary_folder_that_it_uses_and_else_has_its_own(systemd: Systemd) -> None:
+    """The home of the tests is in one; the command of a service that uses nothing there is elsewhere."""
+    done = systemd.home.run(SCRIPT, "dashboard")
+    assert done.returncode == 0, done.stderr
+    in_temporary = str(systemd.home.home).startswith(("/tmp/", "/var/tmp/"))
+    assert systemd.lines("dashboard", "PrivateTmp") == ["no" if in_temporary else "yes"]
+    assert ("/tmp" in _folders(systemd, "dashboard")) == in_temporary
+    assert (f"it uses {systemd.home.home}" in done.stderr) == in_temporary
+
+
+def test_a_key_that_is_made_at_the_first_start_has_a_place(systemd: Systemd) -> None:
+    keys = systemd.home.home / "keys"
+    keys.mkdir(mode=0o700)
+    psk = Path(shutil.copy2(systemd.home.home / ".kakeya" / "fleet.psk", keys / "own.psk"))
+    done = systemd.home.run(SCRIPT, "worker", KAKEYA_FLEET_PSK_FILE=str(psk))
+    assert done.returncode == 0, done.stderr
+    assert str(keys / "tenants") in _folders(systemd, "worker")
+    assert (keys / "tenants").stat().st_mode & 0o777 == 0o700
+    (keys / "tenants" / "default.key").write_text("00" * 32, encoding="utf-8")
+    (keys / "tenants" / "default.key").chmod(0o600)
+    assert systemd.home.run(SCRIPT, "worker", KAKEYA_FLEET_PSK_FILE=str(psk)).returncode == 0
+    assert str(keys / "tenants") not in _folders(systemd, "worker"), "it is only read from then on"
+    assert systemd.home.run(SCRIPT, "cache", KAKEYA_FLEET_PSK_FILE=str(psk)).returncode == 0
+    assert str(keys / "tenants") not in _folders(systemd, "cache"), "a cache peer needs none"
+
+
+def test_a_ready_file_that_the_configuration_names_has_a_place(systemd: Systemd) -> None:
+    ready = systemd.home.home / "ready" / "worker"
+    toml = systemd.home.home / ".kakeya" / "kakeya.toml"
+    toml.write_text(f'ready_file = "elsewhere"\n[worker]\nready_file = "{ready}"\n', encoding="utf-8")
+    done = systemd.home.run(SCRIPT, "worker")
+    assert done.returncode == 0, done.stderr
+    assert str(ready.parent) in _folders(systemd, "worker")
+    assert ready.parent.is_dir()
+    toml.write_text('ready_file = "in-the-home"\n', encoding="utf-8")
+    assert systemd.home.run(SCRIPT, "worker").returncode == 0
+    assert str(ready.parent) not in _folders(systemd, "worker")

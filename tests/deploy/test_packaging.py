@@ -22,7 +22,17 @@ from tests.fleet_rig import KEPT_PROCESSES, PROJECT, clean_environment, wait_unt
 
 pytestmark = pytest.mark.slow
 ROOMS = ("wire", "kakeya_zmq", "daemons", "dashboard")
-FILES = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+FILES = (
+    "MANIFEST.in",
+    "setup.cfg",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "requirements-kakeyalattice.txt",
+    ".gitignore",
+)
+BESIDE = (".ci", "deploy", "docs", "tests")
+"""What no wheel holds, and the source archive does."""
 INSTALL_S = 280
 
 
@@ -47,7 +57,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("build")
     source, out = work / "source", work / "out"
     source.mkdir()
-    for room in ROOMS:
+    for room in (*ROOMS, *BESIDE):
         shutil.copytree(PROJECT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
     for name in FILES:
         shutil.copy2(PROJECT / name, source / name)
@@ -83,7 +93,29 @@ def test_both_archives_hold_every_room_and_the_page(built: Path) -> None:
         assert {name for name in wanted if name.endswith(".py")} <= source
     page = {str(path.relative_to(project)) for path in (project / "dashboard" / "page").rglob("*") if path.is_file()}
     assert page <= names
-    assert not any(name.startswith("tests/") for name in names)
+    assert not any(name.startswith(("tests/", "docs/", "deploy/")) for name in names)
+
+
+def test_the_source_archive_is_the_whole_project(built: Path, tmp_path: Path) -> None:
+    """README.md's commands and links work from an unpacked one."""
+    project = built.parent / "source"
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    wanted = {
+        path.relative_to(project) for room in (*ROOMS, *BESIDE) for path in (project / room).rglob("*") if path.is_file()
+    }
+    wanted |= {Path(name) for name in FILES}
+    there = {path.relative_to(source) for path in source.rglob("*") if path.is_file()}
+    assert wanted - there == set()
+    made = {path for path in there - wanted if "egg-info" not in path.parts[0]}
+    assert made == {Path("PKG-INFO")}
+    for linked in re.findall(r"\]\(([^)#:]+)[^):]*\)", (source / "README.md").read_text(encoding="utf-8")):
+        assert (source / linked).exists(), linked
+    for script in re.findall(r"^bash (deploy/\S+\.sh)", (source / "README.md").read_text(encoding="utf-8"), re.MULTILINE):
+        assert (source / script).exists(), script
+    _run("bash", "deploy/install_systemd.sh", "--help", cwd=source, home=tmp_path)
 
 
 def test_extras_and_platform_markers(built: Path) -> None:

@@ -30,6 +30,7 @@ from deploy.render_service import (
     substitute,
 )
 from deploy.service_environment import script_names
+from deploy.service_paths import opened
 from tests.deploy.service_rig import DEPLOY, PROJECT, TEMPLATES, UNITS, make_home
 
 KEYS: dict[str, type | tuple[type, ...]] = {
@@ -282,6 +283,17 @@ def test_systemd_itself_reads_awkward_values_as_they_are() -> None:
     (line,) = re.findall(r"Command Line: (/bin/echo --one .*)", told)
     words = shlex.split(line.replace("\\$", "$"))
     assert [word.replace("$$", "$") for word in words[1:]] == ["--one", _AWKWARD, f"--two={_AWKWARD}"]
+
+
+@pytest.mark.parametrize("own_temporary", [True, False])
+def test_a_further_folder_to_write_to_is_read_as_it_is(own_temporary: bool) -> None:
+    unit = 'PrivateTmp=yes\nReadWritePaths="/home"\n[Install]\n'
+    lines = opened(unit, [Path(_AWKWARD), Path("/ends in a backslash\\")], own_temporary=own_temporary).splitlines()
+    fields = [line.partition("=")[2] for line in lines if line.startswith("ReadWritePaths=")]
+    paths = [word.replace("%%", "%") for field in fields for word in _words(field)]
+    assert paths == ["/home", _AWKWARD, "/ends in a backslash\\", *([] if own_temporary else ["/tmp", "/var/tmp"])]
+    assert lines[0] == f"PrivateTmp={'yes' if own_temporary else 'no'}"
+    assert lines[-1] == "[Install]"
 
 
 def test_a_program_that_systemd_would_refuse_is_refused_first() -> None:

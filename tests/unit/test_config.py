@@ -224,6 +224,19 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
         ("[cache]\ncache_gbb = 5", "did you mean 'cache_gb'"),
         ("capacity = ", "not valid TOML"),
         ("ttl_seconds = 5.0", "not longer than gossip_interval_s"),
+        (
+            "[[worker]]\ncache_gb = 5",
+            "[[worker]] in the configuration file is a list of tables (a role has one table: write [w",
+        ),
+        (
+            "[[cache_peer]]\naddress = 'a:1'",
+            "[[cache_peer]] in the configuration file is a list of tables (a list of texts)",
+        ),
+        (
+            "model = '~nobody-here/m'",
+            "model in the configuration file is '~nobody-here/m', and there is no user 'nobody-here'",
+        ),
+        ("ready_file = '~nobody-here/r'", "ready_file in the configuration file is '~nobody-here/r'"),
     ],
 )
 def test_a_wrong_file_gets_one_line_of_advice(tmp_path: Path, text: str, advice: str) -> None:
@@ -339,6 +352,29 @@ def test_config_show_names_the_file_of_the_environment_and_its_absence_is_an_err
     (line,) = capsys.readouterr().err.splitlines()
     assert f"the configuration file {own} cannot be read" in line
     assert "KAKEYA_CONFIG" in line
+
+
+@pytest.mark.parametrize("role", ALL_ROLES)
+def test_a_list_of_tables_is_refused_by_every_role(tmp_path: Path, role: str) -> None:
+    with pytest.raises(ConfigError, match=r"\[\[worker\]\] in the configuration file"):
+        resolve(role, file=written(tmp_path, "[[worker]]\ncache_gb = 5\n"))
+
+
+def test_a_link_that_leads_nowhere_is_no_missing_file(tmp_path: Path) -> None:
+    """Settings that somebody has written must not vanish without a word, because a disk is not there."""
+    link = tmp_path / "kakeya.toml"
+    link.symlink_to(tmp_path / "elsewhere.toml")
+    assert find_config_file("", {"KAKEYA_HOME": str(tmp_path)}) == link
+    with pytest.raises(ConfigError, match=f"{link} is a link that leads nowhere"):
+        resolve(file=link)
+    (tmp_path / "elsewhere.toml").write_text("capacity = 9\n", encoding="utf-8")
+    assert resolve(file=link).settings.capacity == 9
+
+
+def test_a_mark_before_the_text_is_taken(tmp_path: Path) -> None:
+    file = tmp_path / "kakeya.toml"
+    file.write_text("capacity = 9\n", encoding="utf-8-sig")
+    assert resolve(file=file).settings.capacity == 9
 
 
 def test_a_setting_that_is_written_as_a_table_is_told_so(tmp_path: Path) -> None:

@@ -191,6 +191,16 @@ def test_every_exit_code_is_documented() -> None:
     assert {int(code) for code in documented} == codes
 
 
+def test_a_file_that_cannot_be_written_has_the_exit_code_that_is_documented_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in-the-way").touch()
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path / "in-the-way" / "home"))
+    code = command.main(["key", "new"])
+    rows = dict(re.findall(r"^\| `(\d+)` \| (.+) \|$", text_of("configuration.md"), flags=re.MULTILINE))
+    assert [row for row, meaning in rows.items() if "file or folder cannot be made or written" in meaning] == [str(code)]
+
+
 # --- protocol --------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 from nacl import bindings
 
 from wire.errors import AuthenticationError, ConfigError, LocalProtocolError, SecretFileError
+from wire.keyring import KeyRing
 from wire.keys import (
     CurvePair,
     FleetKey,
@@ -151,6 +152,42 @@ class TestFleetKey:
         text = FleetKey.generate()
         assert len(bytes.fromhex(text.decode())) == 32
         assert FleetKey.load(secret_file(tmp_path, text + b"\n")) == FleetKey(text)
+
+    def test_a_key_with_a_nul_byte_is_refused(self, tmp_path: Path) -> None:
+        for data in (b"0123456789abcdef\0", PSK, FleetKey.generate().decode().encode("utf-16-le")):
+            path = secret_file(tmp_path, data)
+            for load in (FleetKey.load, KeyRing.load):
+                with pytest.raises(SecretFileError, match="NUL byte") as caught:
+                    load(path)
+                assert "`kakeya key new`" in caught.value.remedy
+                assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("count", [2, 3])
+    @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\n\n"])
+    def test_several_keys_without_the_header_of_a_ring_are_refused(self, tmp_path: Path, count: int, end: bytes) -> None:
+        path = secret_file(tmp_path, b"".join(FleetKey.generate() + end for _ in range(count)))
+        for load in (FleetKey.load, KeyRing.load):
+            with pytest.raises(SecretFileError, match=f"it holds {count} keys without the header of a ring") as caught:
+                load(path)
+            assert "keep the one line" in caught.value.remedy
+            assert "`kakeya key rotate`" in caught.value.remedy
+            assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            b"a phrase of\nseveral lines, as it is",
+            b"61" * 30 + b"\n" + b"61" * 2,  # xxd -p -l 32
+            b"61 62 63 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70\n61 62 63 64 65 66 67 68 69 6a 6b 6c 6d 6e 6f 70",  # od -tx1
+            b"YWJj" * 16 + b"\n" + b"YWJj" * 6,  # openssl rand -base64 64
+            bytes(range(1, 33)),
+            b"6" * 64,
+        ],
+    )
+    def test_every_other_text_is_the_key_it_was(self, tmp_path: Path, text: bytes) -> None:
+        path = secret_file(tmp_path, text + b"\n")
+        assert FleetKey.load(path).psk == text.strip()
+        assert KeyRing.load(path).keys == (FleetKey(text.strip()),)
 
     def test_nothing_secret_in_reprs(self) -> None:
         fleet = FleetKey(b"a very secret psk")

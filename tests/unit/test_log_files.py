@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,49 @@ def test_following_misses_no_line_however_often_the_file_was_rotated_between_two
         assert list(new_lines(log)) == ["9 more"]
     finally:
         os.close(descriptor)
+
+
+class _Turns:
+    """In the place of sleeping: what happens between two looks, then an interruption."""
+
+    def __init__(self, *turns: Callable[[], object]) -> None:
+        self._left = list(turns)
+
+    def __call__(self, seconds: float) -> None:
+        if not self._left:
+            raise KeyboardInterrupt
+        self._left.pop(0)()
+
+
+def test_a_log_that_appears_while_all_are_followed_is_shown_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path))
+    (tmp_path / "logs").mkdir()
+    worker = tmp_path / "logs" / "worker.log"
+    worker.write_text("1\n")
+
+    def install() -> None:
+        (tmp_path / "worker.log").write_text("a\nb\n")
+        with worker.open("a") as stream:
+            stream.write("2\n")
+
+    monkeypatch.setattr("daemons.logs.time.sleep", _Turns(install, lambda: (tmp_path / "cache.log").write_text("c\n")))
+    with pytest.raises(KeyboardInterrupt):
+        show_logs((), last=5, follow=True)
+    # The service's log has the plain name now, as `kakeya logs worker` has it.
+    assert capsys.readouterr().out == "1\nlogs/worker: 2\nworker: a\nworker: b\ncache: c\n"
+
+
+def test_nothing_is_added_to_logs_that_were_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("KAKEYA_HOME", str(tmp_path))
+    (tmp_path / "worker.log").write_text("1\n")
+    monkeypatch.setattr("daemons.logs.time.sleep", _Turns(lambda: (tmp_path / "cache.log").write_text("c\n")))
+    with pytest.raises(KeyboardInterrupt):
+        show_logs(("worker",), last=5, follow=True)
+    assert capsys.readouterr().out == "1\n"
 
 
 def test_a_folder_named_like_a_log_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
