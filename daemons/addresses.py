@@ -11,7 +11,7 @@ from daemons.health_server import HOST
 from daemons.membership import announced_endpoints, parse_endpoint
 from daemons.own_addresses import can_be_reached
 from kakeya_zmq.config import ResolvedSettings, Settings
-from kakeya_zmq.io.sockets import Address, parse_address, parse_port_range
+from kakeya_zmq.io.addresses import Address, parse_address, parse_port_range
 from kakeya_zmq.options import OPTIONS
 from wire.errors import ConfigError
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kakeya_zmq.io.addresses import PortRange
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import Lane, LaneGroup
 from kakeya_zmq.io.memory import BufferPool
-from kakeya_zmq.io.reactor import Reactor, TimerHandle
+from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.io.receiver import ReceiverLane
+from kakeya_zmq.io.schedule import TimerHandle
 from kakeya_zmq.io.sender import SenderLane
-from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol import effects as fx
 
 POOL_IDLE_SECONDS = 10.0

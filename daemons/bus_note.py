@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from wire.errors import ConfigError
 from wire.files import make_private_folder, read_regular, write_private_file
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from daemons.console import Console
 from kakeya_zmq.client import Client, Session
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.telemetry import explanation_line
 from kakeya_zmq.text import TextCodec
 from wire.errors import FailureCode, InvalidInput, KakeyaError

@@ -40,8 +40,8 @@ from dashboard.services import Services
 from dashboard.speakers import speakers_of
 from dashboard.state import NetworkState
 from kakeya_zmq.config import kakeya_home
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
-from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.user_paths import user_path
 from wire.errors import AuthenticationError, ConfigError, FailureCode, InvalidInput, RequestFailed, SecretFileError
 from wire.keys import FleetKey, NodeIdentity, TelemetryKey, read_secret_file, write_secret_file

@@ -16,7 +16,7 @@ from daemons.fleet.home import starting_alone, unwritable
 from daemons.fleet.notes import NOTES_BYTES_MAX
 from dashboard.server import DEFAULT_ADDRESS
 from kakeya_zmq.config import kakeya_home
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from wire.errors import FleetBusyError, KakeyaError
 from wire.files import read_regular, write_private_file
 

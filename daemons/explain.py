@@ -10,9 +10,9 @@ import msgspec
 
 from daemons.console import Console
 from kakeya_zmq.client import Client
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.kvfs import NamespaceView, namespaces
 from wire.bus import BusMessage, Topic
 from wire.errors import FailureCode, RemoteProtocolError, RequestFailed

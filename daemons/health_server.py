@@ -24,7 +24,7 @@ from http import HTTPStatus
 from typing import Any, Final, TypeAlias
 
 from dashboard.hosts import host_rule
-from kakeya_zmq.io.sockets import WakeUp
+from kakeya_zmq.io.wake_up import WakeUp
 from wire.errors import ConfigError, PortInUseError
 
 HOST: Final = "127.0.0.1"

@@ -20,11 +20,11 @@ from msgspec.structs import replace
 from daemons.own_addresses import network_of
 from daemons.peers import PeerTable
 from kakeya_zmq.config import Settings
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.control_client import ControlClient, Keys
 from kakeya_zmq.io.control_server import IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol import directory as dm
 from kakeya_zmq.protocol.endpoints import DEFAULT_PRIORITIES
 from kakeya_zmq.protocol.identities import IdentityBook

@@ -32,13 +32,14 @@ from daemons.telemetry_feed import NodeTelemetry
 from kakeya_zmq import __version__
 from kakeya_zmq.config import Settings
 from kakeya_zmq.engine import ModelFacts
+from kakeya_zmq.io.addresses import Address, PortRange, parse_address, parse_port_range
 from kakeya_zmq.io.bus_publisher import Publisher as BusPublisher
 from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, PortRange, check_libzmq, parse_address, parse_port_range
+from kakeya_zmq.io.sockets import check_libzmq
 from kakeya_zmq.protocol.effects import Refuse
 from kakeya_zmq.protocol.prepare_values import IdAllocator
 from kakeya_zmq.protocol.serve import CacheService

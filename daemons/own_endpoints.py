@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from daemons.membership import announced_endpoints, with_literal_hosts
 from daemons.own_addresses import is_everywhere, look_up, own_hosts
 from kakeya_zmq.config import Settings
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from wire.cards import Endpoint
 
 

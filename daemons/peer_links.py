@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.names import Names
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol.dialling import DialPlan
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 from kakeya_zmq.protocol.endpoints import EndpointChoice, EndpointOffer
 from wire.cards import Card
 from wire.errors import ConfigError

@@ -16,10 +16,10 @@ from typing import Final, assert_never
 from daemons.peer_figures import peer_rows, traffic_figures
 from daemons.peer_links import PeerLink, PeerLinks
 from daemons.peer_node import PeerNode, offers_of
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.control_client import ControlClient, Keys
 from kakeya_zmq.io.interfaces import OwnInterfaces
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol import endpoints as em
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo

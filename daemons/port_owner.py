@@ -9,7 +9,7 @@ from typing import Final
 
 import psutil
 
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 from wire.errors import ConfigError, PortInUseError
 
 ROLES: Final = ("primary", "worker", "cache", "dashboard")

@@ -81,7 +81,7 @@ def _run_kvfs(options: argparse.Namespace) -> int:
 def _primary_at(options: argparse.Namespace) -> Iterator[Any]:
     """The address that was given, or the local fleet's; says how to get one when nothing answers there."""
     from daemons import fleet
-    from kakeya_zmq.io.sockets import parse_address
+    from kakeya_zmq.io.addresses import parse_address
 
     address = parse_address(options.address) if options.address else fleet.primary_address()
     try:

@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
+from kakeya_zmq.io.addresses import Address, PortRange, parse_address
 from kakeya_zmq.io.bus_publisher import Publisher
 from kakeya_zmq.io.control_server import ControlServer
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, PortRange, parse_address
 from kakeya_zmq.protocol.identities import CLIENT_ROLES
 from wire.bus import Topic
 from wire.cards import ENDPOINTS_MAX, Endpoint

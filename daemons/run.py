@@ -17,8 +17,9 @@ from daemons.bus_note import BusNote
 from daemons.log_files import CHECK_SECONDS, LogRotation, set_up_logging
 from daemons.port_owner import with_owner
 from kakeya_zmq.config import Settings, kakeya_home
+from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.memory import tune_heap
-from kakeya_zmq.io.reactor import Reactor, describe_exception
+from kakeya_zmq.io.reactor import Reactor
 from wire.errors import ConfigError, PortInUseError
 from wire.files import make_private_folder, read_regular
 from wire.limits import MIB

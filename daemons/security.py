@@ -13,7 +13,8 @@ from daemons.entitlement import Entitlement
 from kakeya_zmq.audit import REASONS_MAX, AuditLog, read_entries
 from kakeya_zmq.config import Settings
 from kakeya_zmq.file_lock import locked
-from kakeya_zmq.io.reactor import Reactor, TimerHandle
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.schedule import TimerHandle
 from kakeya_zmq.known_nodes import load_known_nodes, save_known_nodes, taken_out
 from kakeya_zmq.protocol.identities import IdentityBook
 from kakeya_zmq.protocol.limits import RequestLimiter, RequestLimits

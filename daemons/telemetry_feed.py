@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.interfaces import OwnInterfaces
-from kakeya_zmq.io.reactor import describe_exception
 from kakeya_zmq.store import BlockStore
 from kakeya_zmq.telemetry_feed import (
     EventsDropped,

@@ -188,8 +188,8 @@ def _feeding(fleet: LiveFleet, parsed: argparse.Namespace) -> Iterator[BusFeed]:
     from dashboard.feed import BusFeed
     from dashboard.speakers import speakers_of
     from kakeya_zmq.config import kakeya_home
+    from kakeya_zmq.io.addresses import parse_address
     from kakeya_zmq.io.descriptors import raise_descriptor_limit
-    from kakeya_zmq.io.sockets import parse_address
     from kakeya_zmq.user_paths import user_path
 
     home = kakeya_home()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from wire.errors import ConfigError
 from wire.files import read_regular
 

@@ -22,10 +22,11 @@ from typing import Final
 from dashboard.fleet_view import BusState, FleetView
 from dashboard.hub import LiveFleet
 from dashboard.speakers import Speakers
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.bus_subscriber import Subscriber
+from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.interfaces import OwnInterfaces
-from kakeya_zmq.io.reactor import Reactor, describe_exception
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.reactor import Reactor
 from wire.bus import BusMessage, Group, Topic
 from wire.errors import ConfigError
 from wire.keys import TelemetryKey

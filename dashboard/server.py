@@ -17,7 +17,7 @@ from waitress import create_server, wasyncore
 from dashboard.channel import WebChannel
 from dashboard.connections import ConnectionRules, Reason
 from dashboard.live_events import READERS_MAX
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from wire.errors import ConfigError, PortInUseError
 
 _log = logging.getLogger(__name__)

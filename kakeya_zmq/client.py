@@ -27,8 +27,8 @@ from typing import Final, Self
 
 from kakeya_zmq.client_connection import Connection
 from kakeya_zmq.client_session import CALL_TIMEOUT_S, Session, check_token_ids
+from kakeya_zmq.io.addresses import parse_address
 from kakeya_zmq.io.control_client import Keys
-from kakeya_zmq.io.sockets import parse_address
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from wire import limits
 from wire.bus import Topic

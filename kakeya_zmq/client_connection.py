@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.control_client import WRONG_PSK, ControlClient, Keys, OutgoingRequest
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from wire.errors import FailureCode, InvalidInput, KakeyaError, RemoteProtocolError, RequestFailed
 from wire.keys import FleetKey

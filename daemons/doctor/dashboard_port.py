@@ -10,7 +10,7 @@ from daemons.dashboard_flags import dashboard_bind
 from daemons.doctor.finding import Finding, Level, problem
 from daemons.doctor.ports import examine_port
 from daemons.service_definitions import DASHBOARD, installed_definitions
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 from wire.errors import ConfigError
 
 

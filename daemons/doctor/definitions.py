@@ -29,7 +29,7 @@ from daemons.service_definitions import (
     shown,
 )
 from kakeya_zmq.config import CONFIG_FILE, ResolvedSettings
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.option_values import ALL_ROLES
 from wire.errors import ConfigError
 

@@ -18,7 +18,7 @@ from daemons.doctor.site import Site, naming_file, this_site
 from daemons.doctor.software import examine_software
 from daemons.doctor.starting import examine_starting
 from daemons.environment_names import UnknownVariable, unknown_variables
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 
 MARKS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM"}
 

@@ -16,7 +16,7 @@ from daemons.bus_note import nodes_here
 from daemons.doctor.ports import try_to_bind
 from daemons.doctor.site import Site
 from kakeya_zmq.client import Client
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from wire.errors import KakeyaError
 
 REACH_TIMEOUT_S: Final = 3.0

@@ -14,7 +14,7 @@ from daemons.doctor.network import NodeView, addresses_of, each_once, look_at, r
 from daemons.doctor.network_findings import judge_nodes, judge_reach, judge_refusal, judge_wrong_key
 from daemons.doctor.site import Site
 from daemons.fleet import Member
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 from wire.errors import ConfigError, FailureCode, RequestFailed, SecretFileError
 
 

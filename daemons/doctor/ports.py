@@ -10,7 +10,7 @@ from daemons.addresses import SHARED_PORT_REMEDY, shared_ports
 from daemons.doctor.finding import Finding, ok, problem
 from daemons.doctor.site import Site
 from daemons.port_owner import ENDED, PortUse, connection_of, describe, port_use
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from wire.errors import ConfigError
 
 

@@ -22,7 +22,7 @@ from daemons.memory_guard import memory_levels
 from daemons.own_addresses import can_be_reached, look_up
 from kakeya_zmq.audit import AUDIT_FILE
 from kakeya_zmq.config import Settings
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.known_nodes import load_known_nodes
 from kakeya_zmq.model.revision import weight_files
 from kakeya_zmq.revocation_file import load_revocations

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from kakeya_zmq.config import kakeya_home
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.options import DEFAULT_PORTS
 from wire.errors import ConfigError
 from wire.files import make_private_folder, read_regular, write_private_file

@@ -20,7 +20,7 @@ from daemons.fleet.home import check_room, unwritable
 from daemons.fleet.notes import Member
 from daemons.node_lock import REMEDY as NODE_REMEDY
 from daemons.run import READY_BYTES_MAX, bound_file
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from wire.errors import ConfigError, FailureCode, KakeyaError, PortInUseError, RequestFailed, SecretFileError
 from wire.files import make_private_folder, open_regular, read_regular
 

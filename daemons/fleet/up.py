@@ -14,7 +14,7 @@ from daemons.fleet.home import check_room, starting_alone, unwritable
 from daemons.fleet.notes import Member, live_members, load_fleet, run_folder, save_fleet
 from daemons.fleet.starting import Starting, deferred_signals
 from kakeya_zmq.config import kakeya_home
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.options import DEFAULT_PORTS
 from wire.errors import FleetBusyError
 from wire.keys import FleetKey, write_secret_file

@@ -22,10 +22,11 @@ from typing import Final
 
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.connections import ADDRESS_SHARE, CONNECTIONS_MAX, REFUSED_CROWDED, Connection, ConnectionGuard
 from kakeya_zmq.io.incoming import MessageReader
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import BUS_PUB, Address, apply_curve_server, create_socket
+from kakeya_zmq.io.sockets import BUS_PUB, apply_curve_server, create_socket
 from kakeya_zmq.io.sockets import bind as bind_socket
 from kakeya_zmq.protocol.session import LocalNode
 from wire.bus import PAYLOAD_BYTES_MAX, BusMessage, Topic, group_keys, seal_message

@@ -17,11 +17,12 @@ from typing import Final
 
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.incoming import MessageReader
 from kakeya_zmq.io.monitor import SERVER_EVENTS, LinkEvent, SocketMonitor
 from kakeya_zmq.io.names import Dialling, Names
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import BUS_SUB, Address, apply_curve_client, create_socket
+from kakeya_zmq.io.sockets import BUS_SUB, apply_curve_client, create_socket
 from wire.bus import BusMessage, Topic, group_keys, open_message
 from wire.errors import AuthenticationError, ForgedMessageError, LocalProtocolError, RemoteProtocolError
 from wire.ids import NodeId

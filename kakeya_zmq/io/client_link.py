@@ -16,12 +16,14 @@ from typing import Final, TypeAlias, assert_never
 
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.incoming import Incoming, MessageReader
 from kakeya_zmq.io.monitor import CLIENT_EVENTS, LinkEvent, SocketMonitor
 from kakeya_zmq.io.names import REASONS as NAME_REASONS
 from kakeya_zmq.io.names import Dialling, Names
-from kakeya_zmq.io.reactor import Reactor, TimerHandle
-from kakeya_zmq.io.sockets import CONTROL_CLIENT, Address, apply_curve_client, create_socket
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.schedule import TimerHandle
+from kakeya_zmq.io.sockets import CONTROL_CLIENT, apply_curve_client, create_socket
 from wire import limits
 from wire.keys import FleetKey
 

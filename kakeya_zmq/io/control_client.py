@@ -16,6 +16,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Final, assert_never
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.client_link import (
     NOBODY_THERE,
     NOT_A_NODE,
@@ -28,10 +29,11 @@ from kakeya_zmq.io.client_link import (
     SendQueue,
 )
 from kakeya_zmq.io.client_requests import ClientRequests, OutgoingRequest
+from kakeya_zmq.io.effect_queue import EffectQueue
+from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.incoming import OVERLONG, Incoming
 from kakeya_zmq.io.names import Names
-from kakeya_zmq.io.reactor import EffectQueue, Reactor, describe_exception
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.reactor import Reactor
 from kakeya_zmq.protocol import session as machine
 from kakeya_zmq.protocol.effects import Tick
 from kakeya_zmq.protocol.identities import IdentityBook

@@ -19,10 +19,14 @@ from typing import Final, TypeVarTuple, assert_never
 
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.connections import CONNECTIONS_MAX, Connection, ConnectionGuard
+from kakeya_zmq.io.effect_queue import EffectQueue
+from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.incoming import OVERLONG, Incoming, MessageReader
-from kakeya_zmq.io.reactor import EffectQueue, Reactor, TimerHandle, describe_exception
-from kakeya_zmq.io.sockets import CONTROL_SERVER, Address, apply_curve_server, bind, create_socket
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.schedule import TimerHandle
+from kakeya_zmq.io.sockets import CONTROL_SERVER, apply_curve_server, bind, create_socket
 from kakeya_zmq.protocol import session as machine
 from kakeya_zmq.protocol.effects import Tick
 from kakeya_zmq.protocol.identities import IdentityBook

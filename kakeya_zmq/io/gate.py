@@ -24,7 +24,7 @@ from typing import Final
 
 import zmq
 
-from kakeya_zmq.io.sockets import WakeUp
+from kakeya_zmq.io.wake_up import WakeUp
 from wire.errors import LocalProtocolError
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"

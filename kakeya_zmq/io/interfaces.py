@@ -9,7 +9,7 @@ from typing import Final
 
 import psutil
 
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.protocol.dialling import is_dialable
 
 LOOK_AGAIN_S: Final = 10.0

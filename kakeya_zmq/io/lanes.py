@@ -23,10 +23,12 @@ from typing import Final, TypeAlias
 import zmq
 
 from kakeya_zmq.io import sockets
+from kakeya_zmq.io.addresses import Address, PortRange
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.monitor import ConnectionWatch
-from kakeya_zmq.io.sockets import Address, PortRange, SocketProfile, WakeUp
+from kakeya_zmq.io.sockets import SocketProfile
+from kakeya_zmq.io.wake_up import WakeUp
 from kakeya_zmq.protocol.effects import CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
 from wire import limits
 from wire.errors import KakeyaError, LocalProtocolError

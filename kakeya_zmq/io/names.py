@@ -20,8 +20,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeAlias
 
-from kakeya_zmq.io.reactor import Reactor, TimerHandle
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
+from kakeya_zmq.io.reactor import Reactor
+from kakeya_zmq.io.schedule import TimerHandle
 
 LOOKUP_S: Final = 5.0
 """How long somebody waits; less than a peer is waited for (PEER_LOST_S of the session)."""

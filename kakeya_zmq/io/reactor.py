@@ -36,21 +36,10 @@ from typing import Final, TypeVar
 
 import zmq
 
-from kakeya_zmq.io.effect_queue import EffectQueue
 from kakeya_zmq.io.failures import describe_exception
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.schedule import DeadlineHandle, Schedule, TimerHandle
 from wire.errors import FailureCode, LocalProtocolError, RequestFailed
-
-__all__ = [
-    "MESSAGES_PER_TURN",
-    "POSTED_PER_TURN",
-    "DeadlineHandle",
-    "EffectQueue",
-    "Reactor",
-    "TimerHandle",
-    "describe_exception",
-]
 
 MESSAGES_PER_TURN: Final = 64
 """Messages one socket may deliver in one turn: as many as its receive queue holds, well under a millisecond of work."""

@@ -23,12 +23,12 @@ import zmq
 
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.io import sockets
+from kakeya_zmq.io.addresses import PortRange
 from kakeya_zmq.io.assembler import Assembler, PartFilter
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import Allocate, allocate
-from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import NO_CONNECTION, NO_DATA, CreditEarned, LaneId, LaneOpened, PartsReceived, WantedPart
 from wire import limits
 from wire.chunks import ChunkHeader, ChunkKind

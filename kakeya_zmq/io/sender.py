@@ -24,11 +24,11 @@ import zmq
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.codecs.link import NAMES, FrameEncoder
 from kakeya_zmq.io import sockets
+from kakeya_zmq.io.addresses import PortRange
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lane_threads import LaneThreads
 from kakeya_zmq.io.lanes import CONNECTION_LOST, BoundSide, ConnectingSide, Lane, Post, ZmqContext
 from kakeya_zmq.io.memory import allocate
-from kakeya_zmq.io.sockets import PortRange
 from kakeya_zmq.protocol.effects import LaneId, LaneOpened
 from wire import limits
 from wire.bulk import SEAL_BYTES, ChunkSealer

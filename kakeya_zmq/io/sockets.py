@@ -21,37 +21,9 @@ from typing import Final, Protocol
 
 import zmq
 
-from kakeya_zmq.io.addresses import Address, PortRange, parse_address, parse_port_range
-from kakeya_zmq.io.wake_up import WakeUp
+from kakeya_zmq.io.addresses import Address, PortRange
 from wire import limits
 from wire.errors import ConfigError, LocalProtocolError, PortInUseError
-
-__all__ = [
-    "BUS_PUB",
-    "BUS_SUB",
-    "CONTROL_CLIENT",
-    "CONTROL_SERVER",
-    "LANE_PULL",
-    "LANE_PUSH",
-    "LIBZMQ_VERSION_MIN",
-    "PLAIN_USERNAME",
-    "ZAP_DOMAIN_BYTES_MAX",
-    "Address",
-    "CurveKeys",
-    "PortRange",
-    "SocketProfile",
-    "WakeUp",
-    "apply_curve_client",
-    "apply_curve_server",
-    "apply_plain_client",
-    "apply_plain_server",
-    "bind",
-    "bind_in_range",
-    "check_libzmq",
-    "create_socket",
-    "parse_address",
-    "parse_port_range",
-]
 
 LIBZMQ_VERSION_MIN: Final = (4, 3, 3)
 """Older ones have remotely exploitable bugs (CVE-2019-6250, CVE-2019-13132, CVE-2020-15166)."""

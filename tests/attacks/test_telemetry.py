@@ -16,8 +16,8 @@ from dashboard.feed import BusFeed
 from dashboard.fleet_view import HERE
 from dashboard.hub import LiveFleet
 from dashboard.speakers import OTHER_SPEAKER, Speakers
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.bus_subscriber import FORGED
-from kakeya_zmq.io.sockets import Address, parse_address
 from tests.attacks.kit import Siege
 from tests.attacks.rogue_member import FAILURE, RogueMember
 from tests.fleet_rig import Fleet, wait_until

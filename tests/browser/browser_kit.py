@@ -16,7 +16,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.fleet_rig import wait_until
 
 FLAGS: Final = (

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import pytest
 
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.browser.browser_kit import Browser, open_browser
 from tests.dashboard.test_dashboard_process import Process, dashboard
 from tests.dashboard.web_kit import Web

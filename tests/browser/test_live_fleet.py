@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.browser.browser_kit import DESKTOP, PHONE, VIEWS, Browser
 from tests.browser.conftest import KEY, WatchedFleet
 from tests.fleet_rig import wait_until

@@ -10,7 +10,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 
 from dashboard.server import WebServer
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.browser.browser_kit import DESKTOP, PHONE, VIEWS, Browser
 from tests.dashboard.fixtures_fleet import tell_fleet
 from tests.dashboard.kit import snapshot, worker_snapshot

@@ -23,10 +23,10 @@ from typing import Any, Final
 
 import psutil
 
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.bus_publisher import Publisher
 from kakeya_zmq.io.descriptors import raise_descriptor_limit
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.protocol.session import LocalNode
 from kakeya_zmq.telemetry import PREFILL_COUNTERS
 from tests.dashboard.kit import snapshot

@@ -11,7 +11,7 @@ import pytest
 
 from daemons import command, dashboard_process, fleet
 from daemons.dashboard_flags import add_dashboard_commands
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 from tests.dashboard.web_kit import call
 from tests.fleet_rig import PROJECT, clean_environment
 from wire.keys import FleetKey, write_secret_file

@@ -13,7 +13,7 @@ import pytest
 
 from daemons.bus_note import BusNote, nodes_here
 from dashboard.discovery import local_buses
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 
 FACTS = {"address": "127.0.0.1:5000", "bus_port": 6000}
 

@@ -19,7 +19,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kakeya_zmq.io.sockets import Address, parse_address
+from kakeya_zmq.io.addresses import Address, parse_address
 from tests.dashboard.web_kit import Answer, EventStream, call
 from tests.fleet_rig import PROJECT, Fleet, ask, clean_environment, kept_fleet, prompt, wait_until
 from wire.keys import FleetKey, write_secret_file

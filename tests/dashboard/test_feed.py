@@ -14,9 +14,9 @@ from dashboard.discovery import local_buses
 from dashboard.feed import BusFeed
 from dashboard.fleet_view import BusState, NodeStatus
 from dashboard.hub import LiveFleet
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.bus_publisher import Publisher
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.session import LocalNode
 from tests.dashboard.kit import snapshot
 from tests.fleet_rig import wait_until

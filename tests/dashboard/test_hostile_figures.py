@@ -26,7 +26,7 @@ from dashboard.present import eyes, nodes, security, series
 from dashboard.series import TimeSeries
 from dashboard.state import ReportedTokens
 from dashboard.summary import namespace, summary
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.dashboard.kit import snapshot
 from tests.dashboard.load import SimulatedFleet, dashboard_process
 from tests.dashboard.web_kit import API_KEY, Web, call

@@ -20,7 +20,7 @@ from dashboard.hub import LiveFleet
 from dashboard.server import WebServer
 from dashboard.services import Services
 from dashboard.state import NetworkState
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.dashboard.kit import message
 from wire.events import Event
 

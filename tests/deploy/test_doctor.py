@@ -25,8 +25,8 @@ from daemons.doctor.network_findings import judge_nodes, judge_reach
 from daemons.doctor.software import judge_packages, judge_python
 from daemons.doctor.starting import is_writable, judge_levels
 from dashboard.server import DEFAULT_ADDRESS
+from kakeya_zmq.io.addresses import parse_address
 from kakeya_zmq.io.connections import REFUSED_WRONG_PSK
-from kakeya_zmq.io.sockets import parse_address
 from tests.deploy.doctor_rig import Doctor
 from tests.fleet_rig import PROJECT, Fleet, run_kakeya, wait_until
 from tests.proxy import free_port

@@ -8,7 +8,7 @@ from daemons.addresses import check_addresses, meet
 from daemons.exit_codes import EXIT_BAD_INPUT
 from daemons.own_addresses import own_hosts
 from kakeya_zmq.config import resolve_settings
-from kakeya_zmq.io.sockets import parse_address
+from kakeya_zmq.io.addresses import parse_address
 from tests.deploy.doctor_rig import Doctor
 from tests.fleet_rig import run_kakeya
 from wire.errors import ConfigError

@@ -27,9 +27,9 @@ from kakeya_zmq.codecs.link import FrameDecoder, FrameEncoder
 from kakeya_zmq.codecs.registry import STORAGE_CODECS, codec_from_format, storage_codec
 from kakeya_zmq.compat import CACHE_FORMAT_VERSION
 from kakeya_zmq.config import resolve_settings
+from kakeya_zmq.io.addresses import parse_address, parse_port_range
 from kakeya_zmq.io.assembler import Assembler, PartFilter
 from kakeya_zmq.io.gate import _parse
-from kakeya_zmq.io.sockets import parse_address, parse_port_range
 from kakeya_zmq.known_nodes import KNOWN_NODES_FILE, load_known_nodes
 from kakeya_zmq.protocol import session
 from kakeya_zmq.protocol.effects import RequestArrived, RequestKey, WantedPart

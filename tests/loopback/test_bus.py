@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.bus_publisher import REFUSED_TALKER, REQUESTS_MAX, Publisher
 from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.connections import ADDRESS_SHARE, REFUSED_CROWDED, REFUSED_UNFINISHED
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, Address, apply_curve_client, apply_curve_server, bind, create_socket
+from kakeya_zmq.io.sockets import BUS_PUB, BUS_SUB, apply_curve_client, apply_curve_server, bind, create_socket
 from tests.loopback.reactor_kit import node, run_until
 from wire.bus import PAYLOAD_BYTES_MAX, BusMessage, Topic, seal_message
 from wire.errors import LocalProtocolError, PortInUseError

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from kakeya_zmq.client import Client
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.control_client import WRONG_PSK
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.session import LocalNode
 from wire import limits
 from wire.codec import pack_tokens, unpack_tokens

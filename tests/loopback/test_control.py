@@ -13,11 +13,11 @@ import psutil
 import pytest
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.connections import REFUSED_NOT_OURS, REFUSED_WRONG_PSK
 from kakeya_zmq.io.control_client import NOBODY_THERE, NOT_A_NODE, WRONG_PSK, ControlClient, LinkState, OutgoingRequest
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.session import PeerInfo
 from tests.loopback.reactor_kit import WAIT_S, node, run_until
 from tests.loopback.throttle import SlowLink

@@ -6,8 +6,9 @@ from typing import Final
 
 import zmq
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import CONTROL_SERVER, Address, bind, create_socket
+from kakeya_zmq.io.sockets import CONTROL_SERVER, bind, create_socket
 from wire.limits import CONTROL_MESSAGE_BYTES_MAX
 
 ON_THEIR_WAY: Final = 8

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.control_client import ControlClient
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.protocol.dialling import UNPROVEN_MAX
 from tests.loopback.reactor_kit import node
 from tests.loopback.test_control import World, answer_done

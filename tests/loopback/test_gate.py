@@ -12,8 +12,9 @@ import zmq
 from zmq.utils import z85
 
 from kakeya_zmq.io import sockets
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.gate import ZAP_ENDPOINT, Gate
-from kakeya_zmq.io.sockets import Address, SocketProfile
+from kakeya_zmq.io.sockets import SocketProfile
 from tests.loopback.lane_support import HOST, Context, wait_until
 from wire import limits
 from wire.errors import LocalProtocolError

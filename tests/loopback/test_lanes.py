@@ -18,12 +18,12 @@ import zmq
 
 from kakeya_zmq.blocks import Part
 from kakeya_zmq.io import receiver, sockets
+from kakeya_zmq.io.addresses import Address, PortRange
 from kakeya_zmq.io.gate import Gate
 from kakeya_zmq.io.lanes import CONNECTION_LOST, LaneGroup
 from kakeya_zmq.io.monitor import CROWDED, UNFINISHED, WAITING_MAX
 from kakeya_zmq.io.receiver import TOLD_AT_ONCE_PARTS, ReceiverLane
 from kakeya_zmq.io.sender import SenderLane
-from kakeya_zmq.io.sockets import Address, PortRange
 from kakeya_zmq.protocol.effects import NO_CONNECTION, CreditEarned, LaneFinished, LaneId, LaneOpened, PartsReceived
 from tests.loopback.lane_support import (
     CHUNK_BYTES,

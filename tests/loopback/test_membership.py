@@ -16,9 +16,9 @@ from daemons.membership import announced_endpoints, next_incarnation, parse_endp
 from daemons.own_addresses import own_hosts
 from daemons.peers import PASSING_MAX, PeerTable
 from kakeya_zmq.config import resolve_settings
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.control_client import ControlClient
 from kakeya_zmq.io.control_server import ControlServer, IncomingRequest
-from kakeya_zmq.io.sockets import Address
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol.session import LocalNode, PeerInfo
 from tests import fleet_rig as rig

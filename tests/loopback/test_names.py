@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.io.bus_publisher import Publisher
 from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.control_client import LinkState
 from kakeya_zmq.io.names import LOOKUPS_MAX, SILENT, TOO_MANY, UNKNOWN, Dialling, Names, literal_of, look_up
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address
 from tests.loopback.reactor_kit import run_until
 from tests.loopback.test_control import KEY, LOOPBACK, Asked, World, node, world
 from wire.bus import BusMessage, Topic

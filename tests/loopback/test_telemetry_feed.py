@@ -16,10 +16,10 @@ import pytest
 import zmq
 
 from kakeya_zmq.client import Client
+from kakeya_zmq.io.addresses import Address, parse_address
 from kakeya_zmq.io.bus_publisher import Publisher
 from kakeya_zmq.io.bus_subscriber import Subscriber
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import Address, parse_address
 from kakeya_zmq.kvfs import namespaces
 from tests import fleet_rig as rig
 from tests.fleet_rig import Fleet, ask, prompt, wait_published, wait_until

@@ -9,7 +9,7 @@ from dashboard.feed import BusFeed
 from dashboard.fleet_view import BusState
 from dashboard.hub import LiveFleet
 from dashboard.monitor.screen import NO_BUS, NOT_LET_IN, Camera
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from tests.dashboard.test_feed import Teller
 from tests.fleet_rig import wait_until
 from wire.keys import FleetKey

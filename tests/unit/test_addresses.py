@@ -13,7 +13,7 @@ from daemons.addresses import check_addresses
 from daemons.membership import announced_endpoints
 from daemons.own_addresses import HOSTS_MAX, can_be_reached, is_everywhere, own_hosts
 from kakeya_zmq.config import resolve_settings
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from kakeya_zmq.protocol.dialling import is_dialable
 from wire.cards import ENDPOINTS_MAX
 from wire.errors import ConfigError

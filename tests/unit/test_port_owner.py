@@ -13,7 +13,7 @@ import pytest
 from daemons.doctor.finding import Level
 from daemons.doctor.ports import examine_port, judge_use
 from daemons.port_owner import PortUse, port_use, with_owner
-from kakeya_zmq.io.sockets import Address
+from kakeya_zmq.io.addresses import Address
 from wire.errors import PortInUseError
 
 

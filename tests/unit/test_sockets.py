@@ -8,7 +8,8 @@ import pytest
 import zmq
 
 from kakeya_zmq.io import sockets
-from kakeya_zmq.io.sockets import Address, PortRange, WakeUp, parse_address, parse_port_range
+from kakeya_zmq.io.addresses import Address, PortRange, parse_address, parse_port_range
+from kakeya_zmq.io.wake_up import WakeUp
 from tests.loopback.lane_support import HOST, clean_context
 from wire import limits
 from wire.errors import ConfigError, LocalProtocolError, PortInUseError

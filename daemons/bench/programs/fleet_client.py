@@ -17,8 +17,8 @@ from daemons.bulk import BulkShell
 from daemons.dispatch import Dispatcher
 from daemons.peers import PeerTable
 from kakeya_zmq.blocks import Part, RawPart
+from kakeya_zmq.io.addresses import parse_address
 from kakeya_zmq.io.reactor import Reactor
-from kakeya_zmq.io.sockets import parse_address
 from kakeya_zmq.planner import MeasuredRates
 from kakeya_zmq.protocol import effects as fx
 from kakeya_zmq.protocol.account import Account
