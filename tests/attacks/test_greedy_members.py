@@ -185,7 +185,7 @@ def test_a_member_whose_offers_never_come_keeps_a_quarter_of_the_store_from_othe
         for number in range(2, 6):
             liar.send(*promises.seal([1, number, 60_000, offer_of(store_bytes, 16)]))
         session = honest.join(Identity.new("keeps"), roles=("cache",))
-        assert granted(honest, session, offer_of(store_bytes, 16), 1) >= 12 * PIECES
+        assert granted(honest, session, offer_of(store_bytes, 16), 1) >= 11 * PIECES, "a quarter, and what others lease"
         for number in range(1, 6):
             liar.send(*promises.seal([CANCEL, number]))
         honest.send(*session.seal([CANCEL, 1]))
