@@ -20,6 +20,7 @@ from daemons.unit_files import read_unit, stop_seconds, with_drop_ins
 from kakeya_zmq.config import ResolvedSettings, find_config_file, read_config_file, resolve_settings
 from kakeya_zmq.option_values import ALL_ROLES, parse_file_value, parse_value
 from kakeya_zmq.options import options_for
+from kakeya_zmq.user_paths import home_folder
 from wire.errors import ConfigError
 
 AGENTS: Final = (
@@ -133,17 +134,20 @@ def pinned_values(role: str, flags: Mapping[str, Any], file: Path | None) -> tup
 
 
 def agents_folder() -> Path:
-    return Path(os.environ.get("KAKEYA_LAUNCH_AGENTS", "") or Path.home() / "Library" / "LaunchAgents")
+    return Path(os.environ.get("KAKEYA_LAUNCH_AGENTS", "") or home_folder() / "Library" / "LaunchAgents")
 
 
 def units_folder() -> Path:
-    return Path(os.environ.get("XDG_CONFIG_HOME", "") or Path.home() / ".config") / "systemd" / "user"
+    return Path(os.environ.get("XDG_CONFIG_HOME", "") or home_folder() / ".config") / "systemd" / "user"
 
 
 def definition_files() -> list[Path]:
     """Of the services that are installed here for this user."""
-    agents = [agents_folder() / f"{name}.plist" for name in AGENTS]
-    units = [units_folder() / f"{name}.service" for name in UNITS]
+    try:
+        agents = [agents_folder() / f"{name}.plist" for name in AGENTS]
+        units = [units_folder() / f"{name}.service" for name in UNITS]
+    except ConfigError:  # a user without a home folder has no services
+        return []
     return [path for path in (*agents, *units) if path.is_file()]
 
 

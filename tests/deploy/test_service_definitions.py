@@ -19,7 +19,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from daemons.environment_names import KNOWN_NAMES
-from daemons.service_definitions import read_definition
+from daemons.service_definitions import definition_files, read_definition
 from daemons.unit_files import read_unit
 from deploy.render_service import (
     TemplateError,
@@ -345,3 +345,13 @@ def test_a_switch_that_is_turned_off_stays_off_whatever_the_file_says(environmen
         assert read_definition(target).settings().settings.enable_prefill_cache is expected
     (home / "kakeya.toml").write_text("enable_prefill_cache = true\n", encoding="utf-8")
     assert read_definition(target).settings().settings.enable_prefill_cache is False
+
+
+def test_a_user_without_a_home_folder_has_no_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_knows() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("KAKEYA_LAUNCH_AGENTS", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nobody_knows)
+    assert definition_files() == []
