@@ -39,6 +39,18 @@ done
 # shellcheck source=deploy/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
+# pytest with several processes finds nothing to run, and does not say why.
+for argument in "$@"; do
+    case "$argument" in
+        tests/*)
+            [ -e "$kakeya_root/${argument%%::*}" ] || {
+                say "there is no ${argument%%::*}"
+                exit 2
+            }
+            ;;
+    esac
+done
+
 install_package demo test
 # The tests of cut networks use namespaces; without root they are skipped.
 if [ "$(uname -s)" = Linux ] && ! command -v ip >/dev/null 2>&1 && can_apt; then
