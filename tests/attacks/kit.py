@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import pytest
 import zmq
 
-from tests.fleet_rig import Fleet, Node, resident_bytes, wait_until
+from tests.fleet_rig import Fleet, Node, kept_fleet, resident_bytes, wait_until
 from tests.vectors import independent as wire
 from wire.messages import Status
 
@@ -263,6 +264,16 @@ class Siege:
 
     def status(self) -> Status:
         return self.node.status()
+
+
+@contextlib.contextmanager
+def lone_cache(request: pytest.FixtureRequest, home: Path, name: str, *flags: str) -> Iterator[Siege]:
+    """A cache daemon of its own, with flags of its own, for a module's tests."""
+    with kept_fleet(request, home / "no-model", home) as fleet:
+        node = fleet.add("cache", *flags, name=name)
+        node.launch()
+        node.wait_ready()
+        yield Siege(fleet, name)
 
 
 def repeat(seconds: float, action: Callable[[], None]) -> None:

@@ -15,8 +15,8 @@ import zmq
 
 from kakeya_zmq.io.bus_publisher import REFUSED_TALKER
 from kakeya_zmq.io.connections import REFUSED_CROWDED, REFUSED_UNFINISHED
-from tests.attacks.kit import Siege
-from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.attacks.kit import Siege, lone_cache
+from tests.fleet_rig import wait_until
 from tests.vectors import independent as wire
 
 NODE: Final = b"\x42"
@@ -28,18 +28,11 @@ READERS_MAX: Final = 56
 
 
 @pytest.fixture(scope="module")
-def narrow_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("talkers")
-    with kept_fleet(request, home / "no-model", home) as fleet:
-        node = fleet.add("cache", "--max-connections", str(CONNECTIONS_MAX), name="narrow")
-        node.launch()
-        node.wait_ready()
-        yield fleet
-
-
-@pytest.fixture
-def narrow(narrow_fleet: Fleet) -> Siege:
-    return Siege(narrow_fleet, "narrow")
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    with lone_cache(
+        request, tmp_path_factory.mktemp("talkers"), "narrow", "--max-connections", str(CONNECTIONS_MAX)
+    ) as siege:
+        yield siege
 
 
 def bus_port(siege: Siege) -> int:

@@ -16,12 +16,12 @@ from daemons.node import NOT_READ
 from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNPROVEN
 from kakeya_zmq.protocol.identities import OTHER_KEY, TOO_MANY_NEW
 from kakeya_zmq.protocol.session_bounds import SESSIONS_PER_KEY_MAX
-from tests.attacks.kit import GET_STATUS, MEMORY_MAX, Honest, RawClient, Siege, repeat
+from tests.attacks.kit import GET_STATUS, MEMORY_MAX, Honest, RawClient, Siege, lone_cache, repeat
 from tests.attacks.test_bulk import CHUNK, CREDIT, FETCH, PARTS, PUBLISH, Material, bulk_socket, pull_all, put
 from tests.attacks.test_cards import card_of, known_to, tell
 from tests.attacks.test_revoked import EXCHANGE
 from tests.attacks.test_tenants import compatibility
-from tests.fleet_rig import Fleet, kept_fleet, resident_bytes, wait_until
+from tests.fleet_rig import kept_fleet, resident_bytes, wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
 from wire.limits import ANSWER_BYTES_MAX, CARD_BYTES_MAX, STATUS_BYTES_MAX
@@ -33,18 +33,11 @@ ATTACK_S = 8.0
 
 
 @pytest.fixture(scope="module")
-def narrow_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("greedy")
-    with kept_fleet(request, home / "no-model", home) as fleet:
-        node = fleet.add("cache", "--max-connections", str(CONNECTIONS_MAX), name="narrow")
-        node.launch()
-        node.wait_ready()
-        yield fleet
-
-
-@pytest.fixture
-def narrow(narrow_fleet: Fleet) -> Siege:
-    return Siege(narrow_fleet, "narrow")
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    with lone_cache(
+        request, tmp_path_factory.mktemp("greedy"), "narrow", "--max-connections", str(CONNECTIONS_MAX)
+    ) as siege:
+        yield siege
 
 
 def served(siege: Siege, name: str) -> None:
@@ -197,18 +190,11 @@ LEASED_PROMPTS = 3
 
 
 @pytest.fixture(scope="module")
-def small_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("leases")
-    with kept_fleet(request, home / "no-model", home) as fleet:
-        node = fleet.add("cache", "--cache-gb", f"{LEASED_PROMPTS * PARTS / 1024}", name="small")
-        node.launch()
-        node.wait_ready()
-        yield fleet
-
-
-@pytest.fixture
-def small(small_fleet: Fleet) -> Siege:
-    return Siege(small_fleet, "small")
+def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    with lone_cache(
+        request, tmp_path_factory.mktemp("leases"), "small", "--cache-gb", f"{LEASED_PROMPTS * PARTS / 1024}"
+    ) as siege:
+        yield siege
 
 
 def leased(client: RawClient, session: wire.Session, what: Material, number: int) -> bytes:

@@ -14,9 +14,9 @@ import xxhash
 import zmq
 
 from kakeya_zmq.store_room import parts_in
-from tests.attacks.kit import MEMORY_MAX, Honest, RawClient, Siege
+from tests.attacks.kit import MEMORY_MAX, Honest, RawClient, Siege, lone_cache
 from tests.attacks.test_bulk import CHUNK, DATA_LAST, PUBLISH, Material, bulk_socket, published, put
-from tests.fleet_rig import Fleet, kept_fleet, resident_bytes, wait_until
+from tests.fleet_rig import resident_bytes, wait_until
 from tests.vectors import independent as wire
 from tests.vectors.independent import Identity
 
@@ -30,18 +30,9 @@ LARGE_IN_STORE = 4
 
 
 @pytest.fixture(scope="module")
-def crumbs_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("crumbs")
-    with kept_fleet(request, home / "no-model", home) as fleet:
-        node = fleet.add("cache", "--cache-gb", f"{STORE_MIB / 1024}", name="crumbs")
-        node.launch()
-        node.wait_ready()
-        yield fleet
-
-
-@pytest.fixture
-def crumbs(crumbs_fleet: Fleet) -> Siege:
-    return Siege(crumbs_fleet, "crumbs")
+def crumbs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    with lone_cache(request, tmp_path_factory.mktemp("crumbs"), "crumbs", "--cache-gb", f"{STORE_MIB / 1024}") as siege:
+        yield siege
 
 
 @dataclass(frozen=True)
