@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import psutil
 import pytest
 import zmq
 
@@ -267,10 +268,14 @@ class Siege:
 
 
 @contextlib.contextmanager
-def lone_cache(request: pytest.FixtureRequest, home: Path, name: str, *flags: str) -> Iterator[Siege]:
-    """A cache daemon of its own, with flags of its own, for a module's tests."""
+def lone_cache(
+    request: pytest.FixtureRequest, home: Path, name: str, *flags: str, open_files: int | None = None
+) -> Iterator[Siege]:
+    """A cache daemon of its own, with flags (and a limit on open files) of its own, for a module's tests."""
     with kept_fleet(request, home / "no-model", home) as fleet:
         node = fleet.add("cache", *flags, name=name)
+        if open_files is not None:
+            node.wrapper = ("sh", "-c", f'ulimit -n {open_files} && exec "$@"', "sh")
         node.launch()
         node.wait_ready()
         yield Siege(fleet, name)
@@ -281,6 +286,11 @@ def repeat(seconds: float, action: Callable[[], None]) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         action()
+
+
+def descriptors(siege: Siege) -> int:
+    """Open in the daemon."""
+    return psutil.Process(siege.node.pid).num_fds()
 
 
 def psk_of(path: Path) -> bytes:

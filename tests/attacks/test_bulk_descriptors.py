@@ -7,11 +7,10 @@ import socket as os_socket
 import threading
 from collections.abc import Iterator
 
-import psutil
 import pytest
 import zmq
 
-from tests.attacks.kit import Siege
+from tests.attacks.kit import Siege, descriptors, lone_cache
 from tests.attacks.test_bulk import (
     CROWDED_PORT,
     PARTS,
@@ -23,30 +22,16 @@ from tests.attacks.test_bulk import (
     pull_rest,
     push_all,
 )
-from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.fleet_rig import wait_until
 
 LIMIT = 1024
 """What Linux gives a process that does not ask for more."""
 
 
 @pytest.fixture(scope="module")
-def poor_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("bulk-descriptors")
-    with kept_fleet(request, home / "no-model", home) as fleet:
-        node = fleet.add("cache", name="limited")
-        node.wrapper = ("sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh")
-        node.launch()
-        node.wait_ready()
-        yield fleet
-
-
-@pytest.fixture
-def poor(poor_fleet: Fleet) -> Siege:
-    return Siege(poor_fleet, "limited")
-
-
-def descriptors(siege: Siege) -> int:
-    return psutil.Process(siege.node.pid).num_fds()
+def poor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    with lone_cache(request, tmp_path_factory.mktemp("bulk-descriptors"), "limited", open_files=LIMIT) as siege:
+        yield siege
 
 
 @contextlib.contextmanager

@@ -6,36 +6,21 @@ import contextlib
 import socket as os_socket
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from daemons.descriptor_watch import connections_bound
 from kakeya_zmq.io.connections import REFUSED_ADDRESS, REFUSED_UNFINISHED, REFUSED_UNPROVEN
-from tests.attacks.kit import Siege
-from tests.fleet_rig import Fleet, kept_fleet, wait_until
+from tests.attacks.kit import Siege, descriptors, lone_cache
+from tests.fleet_rig import wait_until
 
 LIMIT = 256
 SPARE = 20
 
 
 @pytest.fixture(scope="module")
-def poor_fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    home = tmp_path_factory.mktemp("descriptors")
-    with kept_fleet(request, home / "no-model", home) as fleet:
-        node = fleet.add("cache", name="poor")
-        node.wrapper = ("sh", "-c", f'ulimit -n {LIMIT} && exec "$@"', "sh")
-        node.launch()
-        node.wait_ready()
-        yield fleet
-
-
-@pytest.fixture
-def poor(poor_fleet: Fleet) -> Siege:
-    return Siege(poor_fleet, "poor")
-
-
-def descriptors(siege: Siege) -> int:
-    return psutil.Process(siege.node.pid).num_fds()
+def poor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Siege]:
+    with lone_cache(request, tmp_path_factory.mktemp("descriptors"), "poor", open_files=LIMIT) as siege:
+        yield siege
 
 
 def stranger(siege: Siege) -> os_socket.socket:
